@@ -1,0 +1,157 @@
+"""Config of the rollout room: environments, rewards, sampling, engines, store. Torch-free; frozen; unknown keys are errors."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """Base of every config model of every room."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArithmeticConfig(Section):
+    """Procedural two-operand addition; the policy answers with the sum's digits in reverse, then the end token."""
+
+    type: Literal["arithmetic"] = "arithmetic"
+    digits: PositiveInt = 2
+    """Digits of each operand, zero-padded."""
+    prompts: PositiveInt = 6400
+    """Prompts in one pass."""
+
+
+class JsonlConfig(Section):
+    """Prompts from a `.jsonl` or `.parquet` file with columns `prompt` or `messages`, `answer`, and any others."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: Path
+    shuffle: bool = True
+    """Seeded by `run.seed` and the pass; False keeps the order of the file."""
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    answer_key: str = "answer"
+    id_key: str = "id"
+    """Column that names a prompt; where it is absent, the row number does."""
+    system_prompt: str | None = None
+    """Put before `messages`; refused for raw prompts."""
+
+
+EnvironmentConfig = Annotated[ArithmeticConfig | JsonlConfig, Field(discriminator="type")]
+
+
+class ExactMatchConfig(Section):
+    """1 when the completion equals the answer and ended with the end token, else 0."""
+
+    type: Literal["exact_match"] = "exact_match"
+    strip: bool = True
+    """Compare without surrounding white space."""
+
+
+class MathVerifyConfig(Section):
+    """1 when `math-verify` finds the completion equivalent to the answer, else 0."""
+
+    type: Literal["math_verify"] = "math_verify"
+
+
+class PythonRewardConfig(Section):
+    """Your own function: `package.module:function` with the signature of `rollout.protocols.RewardFunction`."""
+
+    type: Literal["python"] = "python"
+    function: str
+
+
+class RewardWorkersConfig(Section):
+    """The pool of reward workers."""
+
+    workers: PositiveInt = 1
+    deadline_s: PositiveFloat = 10.0
+    """For one group; a reward that takes longer is `failed(reward_timeout)` and its worker is replaced."""
+
+
+RewardConfig = Annotated[ExactMatchConfig | MathVerifyConfig | PythonRewardConfig, Field(discriminator="type")]
+
+
+class SamplingConfig(Section):
+    """How the policy samples in training."""
+
+    max_new_tokens: PositiveInt = 8
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+
+
+class EngineCommon(Section):
+    """What every engine has."""
+
+    replicas: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """Ray CPUs a replica."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    kv_across_versions: Literal["recompute", "keep"] = "recompute"
+    max_model_len: PositiveInt | None = None
+    """Context in tokens; None takes the model's own."""
+
+
+class VllmConfig(EngineCommon):
+    """vLLM's AsyncLLM."""
+
+    type: Literal["vllm"] = "vllm"
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache on CPU; on GPU `gpu_memory_utilization` decides."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    tensor_parallel_size: PositiveInt = 1
+    max_num_seqs: PositiveInt = 128
+    enforce_eager: bool = False
+    cpu_bind_from: Annotated[int, Field(ge=0)] | None = 0
+    """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
+
+
+class TorchEngineConfig(EngineCommon):
+    """The in-process reference engine."""
+
+    type: Literal["torch"] = "torch"
+    max_num_seqs: PositiveInt = 128
+    """Samples decoded at once; more wait."""
+    threads: PositiveInt = 1
+    return_routing: bool = False
+    """Return the MoE routing of every trajectory."""
+
+
+class ScriptedConfig(EngineCommon):
+    """A seeded fake: it waits a drawn latency and returns drawn tokens. For tests and benchmarks."""
+
+    type: Literal["scripted"] = "scripted"
+    slots: PositiveInt = 16
+    """Samples that run at once; more wait in order."""
+    latency_mean_s: Annotated[float, Field(ge=0)] = 0.0
+    """Mean seconds a sample occupies a slot."""
+    latency_sigma: Annotated[float, Field(ge=0)] = 0.0
+    """Sigma of the log-normal latency; 0 makes all equal."""
+    apply_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a weight update pauses the engine."""
+    vocab_size: PositiveInt = 32
+
+
+EngineConfig = Annotated[VllmConfig | TorchEngineConfig | ScriptedConfig, Field(discriminator="type")]
+
+
+class StoreConfig(Section):
+    """The trajectory store."""
+
+    type: Literal["sqlite"] = "sqlite"
+    durability: Literal["process", "machine"] = "process"
+    """`process` survives kill -9; `machine` also survives power loss (one fsync a transaction)."""
+
+
+class EpisodesConfig(Section):
+    """The pool of episode workers."""
+
+    workers: PositiveInt = 1
+    deadline_s: PositiveFloat = 300.0
+    """For one group, rewards apart; past it the dispatch is `failed(deadline)`."""
+    max_attempts: PositiveInt = 3
+    """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do not count."""

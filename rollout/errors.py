@@ -1,0 +1,59 @@
+"""The error types that cross rooms. Each message says what was got, what was expected and the cure."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ConcordError(Exception):
+    """Base of every error that Concord raises on purpose."""
+
+
+class UserError(ConcordError):
+    """Something the user gave (config, file, model, prompt) cannot work; the message holds the cure."""
+
+
+class EngineError(ConcordError):
+    """An engine replica failed while serving a request; the replica may be dead."""
+
+
+class RewardError(ConcordError):
+    """A reward function raised, returned a non-number, or did not answer in time."""
+
+
+class EnvironmentFailure(ConcordError):
+    """An environment raised while an episode ran."""
+
+
+class StoreError(ConcordError):
+    """The trajectory store refused a transition or could not make it durable."""
+
+
+class FencedError(StoreError):
+    """A call came from a trainer epoch that is no longer the current one."""
+
+
+class DeadlineError(ConcordError):
+    """A wait passed its deadline; the message names what was waited for."""
+
+
+class WeightSyncError(ConcordError):
+    """Weights that an engine received are not the weights that were published."""
+
+
+@contextmanager
+def boundary(error: type[ConcordError], context: str) -> Iterator[None]:
+    """Classify whatever escapes foreign code as `error`; the only place where a blanket except is allowed.
+
+    Args:
+        error: the type that callers of this boundary handle.
+        context: what was being done, put before the original message.
+
+    Raises:
+        error: from any `Exception` that is not already a `ConcordError`.
+    """
+    try:
+        yield
+    except ConcordError:
+        raise
+    except Exception as cause:
+        raise error(f"{context}: {type(cause).__name__}: {cause}") from cause

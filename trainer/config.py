@@ -1,0 +1,128 @@
+"""Config of the trainer room. Torch-free; frozen; unknown keys are errors."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from rollout.config import Section
+
+
+class TinyModelConfig(Section):
+    """A character-level Qwen3, built and warm-started on the spot (cached by content digest)."""
+
+    type: Literal["tiny"] = "tiny"
+    moe: bool = False
+    seed: int = 0
+    tie_embeddings: bool = True
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Sampled accuracy at which the warm start stops; 0 keeps random weights."""
+
+
+class LocalModelConfig(Section):
+    """A local directory with a Hugging Face causal LM and its tokenizer."""
+
+    type: Literal["local"] = "local"
+    path: Path
+
+
+ModelConfig = Annotated[TinyModelConfig | LocalModelConfig, Field(discriminator="type")]
+
+
+class AlgorithmCommon(Section):
+    """What every policy-gradient algorithm here has: the clipped surrogate and its aggregation."""
+
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """token_mean: every token of the batch weighs 1/N; sequence_mean: every trajectory 1/S, its tokens alike."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the frozen version 0; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k3"] = "k3"
+    entropy_coef: NonNegativeFloat = 0.0
+
+
+class GrpoConfig(AlgorithmCommon):
+    """Group-relative advantages: (reward - mean) / (sample standard deviation + epsilon)."""
+
+    type: Literal["grpo"] = "grpo"
+    std_epsilon: NonNegativeFloat = 1e-4
+    normalize_std: bool = True
+    """False leaves the division out (Dr. GRPO)."""
+
+
+class RlooConfig(AlgorithmCommon):
+    """Leave-one-out advantages: reward - mean of the others."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+AlgorithmConfig = Annotated[GrpoConfig | RlooConfig, Field(discriminator="type")]
+
+
+class ScheduleConfig(Section):
+    """Learning-rate schedule."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak rate at `run.steps` (linear, cosine)."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with a global gradient clip."""
+
+    learning_rate: PositiveFloat = 3e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class CheckpointConfig(Section):
+    """When the trainer saves and what it keeps."""
+
+    every_steps: PositiveInt = 20
+    keep_last: PositiveInt = 2
+
+
+class TrainerConfig(Section):
+    """FSDP2 ranks and how they compute."""
+
+    type: Literal["fsdp", "scripted"] = "fsdp"
+    """`scripted` trains nothing and takes `scripted_step_s`: for tests and benchmarks of the loop."""
+    ranks: PositiveInt = 1
+    num_cpus: NonNegativeFloat = 1.0
+    """Ray CPUs a rank."""
+    num_gpus: NonNegativeFloat = 0.0
+    threads: PositiveInt = 1
+    """Compute threads a rank, on CPU."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and reductions are float32."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Rows x longest row of one micro-batch, at most (one longer row makes its own)."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at once."""
+    activation_checkpointing: bool = False
+    algorithm: AlgorithmConfig = GrpoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    scripted_step_s: NonNegativeFloat = 0.0
+
+    @model_validator(mode="after")
+    def _scripted_step_only_when_scripted(self) -> Self:
+        if self.scripted_step_s and self.type != "scripted":
+            raise ValueError('got trainer.scripted_step_s with trainer.type = "fsdp"; set trainer.type = "scripted" or leave it out')
+        return self
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["disk", "nccl", "ipc"] = "disk"
+    shard_bytes: PositiveInt = 512 * 1024 * 1024
+    """Published files hold at most this much, so that no more is ever gathered at once."""
+    canary_floor_nats: PositiveFloat = 1e-5
+    """The canary's tolerance is 3 x max(gap at version 0, this): mean |log-prob difference|."""
