@@ -19,7 +19,7 @@ from rollout.config import ScriptedConfig
 from rollout.digests import manifest_digest
 from rollout.engines.identity import EngineIdentity
 from rollout.engines.scripted_clock import Clock, LoopClock, Timer
-from rollout.engines.scripted_draws import ScriptedDraws, sample_keys
+from rollout.engines.scripted_draws import ScriptedDraws, draw_bits, sample_keys
 from rollout.errors import EngineError, UserError
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.protocols import EngineLoad
@@ -33,7 +33,8 @@ class _Sample:
 
     request: "_Request"
     index: int
-    key: int
+    bits: int
+    """Its draws."""
     first: int
     """Tokens that it had before this request (`resume_from`)."""
     length: int
@@ -119,7 +120,7 @@ class ScriptedEngine:
         if np.array_equal(canary.token_ids, token_ids):
             return canary.logprobs.copy()
         key = int.from_bytes(hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little")
-        return self._draws.logprobs(key, 0, token_ids.size - 1).copy()
+        return self._draws.logprobs(draw_bits(key), 0, token_ids.size - 1).copy()
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze running samples, or for DRAIN let all accepted requests finish. A second pause changes nothing."""
@@ -248,9 +249,10 @@ class ScriptedEngine:
         record = _Request(request, [], asyncio.Queue(), request.num_samples)
         for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
             shortest = longest if self._shortest is None or request.sampling.ignore_eos else min(longest, max(self._shortest, first + 1))
-            length = self._draws.length(key, shortest, longest)
-            latency_s = self._draws.latency_s(key) * (length - first) / length if self._config.latency_mean_s else 0.0
-            record.samples.append(_Sample(record, index, key, first, length, latency_s, done=first))
+            bits = draw_bits(key)
+            length = longest if shortest == longest else self._draws.length(bits, shortest, longest)
+            latency_s = self._draws.latency_s(bits) * (length - first) / length if self._config.latency_mean_s else 0.0
+            record.samples.append(_Sample(record, index, bits, first, length, latency_s, done=first))
         return record
 
     def _chunks(self, sample: _Sample, finish: FinishReason | None) -> list[TokenChunk]:
@@ -263,12 +265,12 @@ class ScriptedEngine:
         last = len(sample.spans) - 1
         chunks: list[TokenChunk] = []
         for i, (policy, start, stop) in enumerate(sample.spans):
-            token_ids = self._draws.tokens(sample.key, start, stop, request.eos_ids)
+            token_ids = self._draws.tokens(sample.bits, start, stop, request.eos_ids)
             reason = None if i < last else finish or (FinishReason.STOP if stops else FinishReason.LENGTH)
             if reason is FinishReason.STOP:
                 token_ids = token_ids.copy()
                 token_ids[-1] = request.eos_ids[0]
-            logprobs = self._draws.logprobs(sample.key, start, stop)
+            logprobs = self._draws.logprobs(sample.bits, start, stop)
             chunks.append(TokenChunk(request_id=request.request_id, sample_index=sample.index, token_ids=token_ids, logprobs=logprobs, policy=policy, finish_reason=reason))
             self._generated_tokens += stop - start
         return chunks

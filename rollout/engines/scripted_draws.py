@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,20 @@ _POOL = 1 << 16
 _MASK = (1 << 64) - 1
 
 
-def mix(key: int, stream: int) -> int:
-    """64 well-mixed bits from a sampling key and the number of a stream (splitmix64)."""
-    value = (key + (stream + 1) * 0x9E3779B97F4A7C15) & _MASK
+def draw_bits(key: int) -> int:
+    """64 well-mixed bits from a sampling key (splitmix64); the draws of one sample come from four fields of 16 bits."""
+    value = (key + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def sample_keys(request: GenerationRequest, seed: int, replica: int) -> tuple[int, ...]:
-    """The request's seeds, or keys drawn from the engine's seed, its replica and the request's id."""
+    """The request's seeds, or 63-bit keys drawn from the engine's seed, its replica and the request's id."""
     if request.seeds:
         return request.seeds
-    digest = hashlib.blake2b(f"{seed}/{replica}/{request.request_id}".encode(), digest_size=8).digest()
-    return tuple(mix(int.from_bytes(digest, "little"), i) >> 1 for i in range(request.num_samples))
+    stream = hashlib.shake_128(f"{seed}/{replica}/{request.request_id}".encode()).digest(8 * request.num_samples)
+    return tuple(key >> 1 for key in struct.unpack(f"<{request.num_samples}Q", stream))
 
 
 class ScriptedDraws:
@@ -40,25 +41,25 @@ class ScriptedDraws:
         mean = math.log(latency_mean_s) if latency_mean_s else -math.inf
         self._latency_s = np.exp(mean - latency_sigma**2 / 2 + latency_sigma * normal)
 
-    def latency_s(self, key: int) -> float:
+    def latency_s(self, bits: int) -> float:
         """Seconds that a sample occupies a slot: log-normal, with the configured mean whatever sigma is."""
-        return float(self._latency_s[mix(key, 0) % _POOL])
+        return float(self._latency_s[bits % _POOL])
 
-    def length(self, key: int, shortest: int, longest: int) -> int:
+    def length(self, bits: int, shortest: int, longest: int) -> int:
         """Tokens of a sample, uniform over shortest..longest."""
-        return shortest + mix(key, 1) % (longest - shortest + 1)
+        return shortest + (bits >> 16) % (longest - shortest + 1)
 
-    def tokens(self, key: int, start: int, stop: int, eos_ids: tuple[int, ...]) -> NDArray[np.int32]:
+    def tokens(self, bits: int, start: int, stop: int, eos_ids: tuple[int, ...]) -> NDArray[np.int32]:
         """Tokens [start, stop) of a sample, none of them an end token. A read-only view."""
         pool = self._tokens.get(eos_ids)
-        offset = mix(key, 2) % _POOL
+        offset = (bits >> 32) % _POOL
         if pool is None or pool.size < offset + stop:
             pool = self._tokens[eos_ids] = self._draw_tokens(_POOL + 2 * stop, eos_ids)
         return pool[offset + start : offset + stop]
 
-    def logprobs(self, key: int, start: int, stop: int) -> NDArray[np.float32]:
+    def logprobs(self, bits: int, start: int, stop: int) -> NDArray[np.float32]:
         """Log-probs of tokens [start, stop), in nats. A read-only view."""
-        offset = mix(key, 3) % _POOL
+        offset = bits >> 48
         if self._logprobs.size < offset + stop:
             self._logprobs = self._draw_logprobs(_POOL + 2 * stop)
         return self._logprobs[offset + start : offset + stop]
