@@ -36,6 +36,8 @@ class JsonlConfig(Section):
     """Column that names a prompt; where it is absent, the row number does."""
     system_prompt: str | None = None
     """Put before `messages`; refused for raw prompts."""
+    apply_chat_template: bool = True
+    """A raw prompt becomes one user message where the tokenizer has a chat template; False encodes it as it is. `messages` always go through the template."""
 
 
 EnvironmentConfig = Annotated[ArithmeticConfig | JsonlConfig, Field(discriminator="type")]

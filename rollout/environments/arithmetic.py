@@ -1,0 +1,57 @@
+"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no tokenizer."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import ArithmeticConfig
+from rollout.environments.order import PassOrder, mixed_bits
+from rollout.errors import UserError
+from rollout.prompts import Prompt, PromptCursor
+
+_MOST_DIGITS = 18
+_STREAMS = (-1, -2)
+"""Streams of the two operands; passes use those from 0."""
+
+
+class ArithmeticSource:
+    """`config.prompts` distinct sums, chosen by the seed; each pass holds the same sums in another order."""
+
+    def __init__(self, config: ArithmeticConfig, seed: int) -> None:
+        """Choose the sums.
+
+        Raises:
+            UserError: there are fewer sums of so many digits than prompts asked for.
+        """
+        if config.digits > _MOST_DIGITS:
+            raise UserError(f"got environment.digits = {config.digits}; expected at most {_MOST_DIGITS}")
+        if config.prompts > 100**config.digits:
+            raise UserError(f"got environment.prompts = {config.prompts}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or raise digits")
+        self._digits = config.digits
+        self._operands = _distinct_pairs(config.prompts, 10**config.digits, seed)
+        self._order = PassOrder(config.prompts, seed, shuffle=True)
+
+    @property
+    def size(self) -> int:
+        """Prompts in one pass."""
+        return self._order.size
+
+    def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
+        """The next `count` prompts from `cursor`, and the cursor behind them."""
+        return self._order.draw(cursor, count, self._prompt)
+
+    def _prompt(self, row: int, pass_index: int) -> Prompt:
+        left, right = (int(operand) for operand in self._operands[row])
+        task = f"{left:0{self._digits}d}+{right:0{self._digits}d}"
+        return Prompt(prompt_id=task, pass_index=pass_index, text=f"{task}=", answer=str(left + right)[::-1])
+
+
+def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:
+    """[count, 2] distinct pairs below `base`, in the order in which the seed's stream first gives them."""
+    drawn = 2 * count
+    while True:
+        indices = np.arange(drawn, dtype=np.uint64)
+        pairs = np.stack([mixed_bits(indices, seed, stream) % np.uint64(base) for stream in _STREAMS], axis=1).astype(np.int64)
+        _, first = np.unique(pairs, axis=0, return_index=True)
+        if first.size >= count:
+            return pairs[np.sort(first)[:count]]
+        drawn *= 2

@@ -1,0 +1,115 @@
+"""From one row of a prompt file to a checked task. It knows columns and types, never files or order."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from rollout.config import JsonlConfig
+from rollout.digests import canonical_json
+from rollout.errors import UserError
+from rollout.prompts import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow:
+    """One task, whatever the pass."""
+
+    prompt_id: str
+    text: str | None
+    messages: tuple[Message, ...]
+    answer: str | None
+    metadata: tuple[tuple[str, str], ...]
+
+    def prompt(self, pass_index: int) -> Prompt:
+        """The task as a prompt of one pass."""
+        return Prompt(prompt_id=self.prompt_id, pass_index=pass_index, text=self.text, messages=self.messages, answer=self.answer, metadata=self.metadata)
+
+
+def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> TaskRow:
+    """Check one row.
+
+    Args:
+        row: column -> value; a null counts as absent.
+        number: of the row, from 0: its id where it names none.
+        place: file and line, for messages.
+        require_answer: the reward compares with the answer, so that a row without one is an error.
+
+    Raises:
+        UserError: naming `place`, what was got and what was expected.
+    """
+    present = {name: value for name, value in row.items() if value is not None}
+    text, messages = _task(present, place, config)
+    if require_answer and config.answer_key not in present:
+        raise UserError(f"{place}: no {config.answer_key!r}, which the reward compares with; {_found(present)}. Add it, or set environment.answer_key")
+    used = {config.id_key, config.prompt_key, config.messages_key, config.answer_key}
+    return TaskRow(
+        prompt_id=_scalar_text(present[config.id_key], config.id_key, place) if config.id_key in present else str(number),
+        text=text,
+        messages=messages,
+        answer=_scalar_text(present[config.answer_key], config.answer_key, place) if config.answer_key in present else None,
+        metadata=tuple((name, _metadata_text(value)) for name, value in sorted(present.items()) if name not in used),
+    )
+
+
+def _task(present: Mapping[str, object], place: str, config: JsonlConfig) -> tuple[str | None, tuple[Message, ...]]:
+    """(text, ()) or (None, messages)."""
+    keys = {key for key in (config.prompt_key, config.messages_key) if key in present}
+    if not keys:
+        raise UserError(f"{place}: neither {config.prompt_key!r} nor {config.messages_key!r}; {_found(present)}. Set environment.prompt_key or environment.messages_key")
+    if len(keys) == 2:
+        raise UserError(f"{place}: both {config.prompt_key!r} and {config.messages_key!r}; give one of them")
+    key = keys.pop()
+    value = present[key]
+    if key == config.messages_key and isinstance(value, list):
+        system = () if config.system_prompt is None else (Message(role="system", content=config.system_prompt),)
+        return None, (*system, *_messages(cast(list[object], value), key, place))
+    if key != config.prompt_key or not isinstance(value, str):
+        wanted = "a list of messages" if key == config.messages_key else f"a string (for a list of messages set environment.messages_key = {key!r})"
+        raise UserError(f"{place}: {key!r} is {_shown(value)}; expected {wanted}")
+    if not value:
+        raise UserError(f"{place}: {key!r} is empty; a prompt needs at least one character")
+    if config.system_prompt is not None:
+        raise UserError(f"{place}: a raw prompt, but environment.system_prompt is set; give {config.messages_key!r} instead of {key!r}, or leave system_prompt out")
+    return value, ()
+
+
+def _messages(value: list[object], key: str, place: str) -> tuple[Message, ...]:
+    if not value:
+        raise UserError(f"{place}: {key!r} is empty; expected at least one message")
+    return tuple(_message(entry, f"{place}: message {index} of {key!r}") for index, entry in enumerate(value))
+
+
+def _message(entry: object, place: str) -> Message:
+    fields = cast(dict[str, object], entry) if isinstance(entry, dict) else {}
+    role, content = fields.get("role"), fields.get("content")
+    unknown = sorted(name for name, field in fields.items() if name not in ("role", "content") and field is not None)
+    if not isinstance(role, str) or not role or not isinstance(content, str) or unknown:
+        raise UserError(f'{place} is {_shown(entry)}; expected {{"role": "user", "content": "..."}} with two strings and no further keys')
+    return Message(role=role, content=content)
+
+
+def _scalar_text(value: object, key: str, place: str) -> str:
+    """A string as it is; a number as JSON writes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    raise UserError(f"{place}: {key!r} is {_shown(value)}; expected a string or a number")
+
+
+def _metadata_text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float | list | dict):
+        return canonical_json(value).decode()
+    return str(value)
+
+
+def _found(present: Mapping[str, object]) -> str:
+    return f"found the columns {', '.join(sorted(present)) or 'none'}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
