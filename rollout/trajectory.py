@@ -234,7 +234,7 @@ def _trajectory_header(trajectory: Trajectory, reward: Reward) -> TrajectoryHead
     return TrajectoryHeader(
         trajectory_id=trajectory.trajectory_id,
         num_tokens=trajectory.token_ids.size,
-        num_sampled=trajectory.num_sampled,
+        num_sampled=sum(tokens.values()),
         tokens_by_policy=tuple(tokens.items()),
         reward=reward.total,
         finish_reason=trajectory.finish_reason,
@@ -247,9 +247,9 @@ def _check_arrays(trajectory: Trajectory) -> None:
     for array, dtype, name in wanted:
         if array.dtype != dtype or array.shape != shape or array.ndim != 1:
             raise ValueError(f"trajectory {trajectory.trajectory_id}: {name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
-    if not np.all(np.isfinite(trajectory.rollout_logprobs)):
+    if not np.isfinite(trajectory.rollout_logprobs).all():
         raise ValueError(f"trajectory {trajectory.trajectory_id}: rollout_logprobs hold NaN or infinity")
-    if np.any(trajectory.rollout_logprobs[~trajectory.sampled]):
+    if trajectory.rollout_logprobs[~trajectory.sampled].any():
         raise ValueError(f"trajectory {trajectory.trajectory_id}: a token that was not sampled has a log-prob; expected 0 there")
     if trajectory.routing is not None and trajectory.routing.covered.size != shape[0] - 1:
         raise ValueError(f"trajectory {trajectory.trajectory_id}: routing has {trajectory.routing.covered.size} rows for {shape[0]} tokens; expected T - 1")
@@ -258,8 +258,8 @@ def _check_arrays(trajectory: Trajectory) -> None:
 def _check_spans(trajectory: Trajectory) -> None:
     position, covered = 0, 0
     for span in trajectory.version_spans:
-        if not position <= span.start < span.end <= trajectory.token_ids.size or not np.all(trajectory.sampled[span.start : span.end]):
+        if not position <= span.start < span.end <= trajectory.token_ids.size or not trajectory.sampled[span.start : span.end].all():
             raise ValueError(f"trajectory {trajectory.trajectory_id}: span {span} overlaps its neighbour or covers tokens that were not sampled")
         position, covered = span.end, covered + span.end - span.start
-    if covered != trajectory.num_sampled or covered == 0:
+    if covered == 0 or covered != trajectory.num_sampled:
         raise ValueError(f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one")

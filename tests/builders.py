@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+
 from rollout.dispatch import Dispatch
 from rollout.prompts import Prompt
 from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, RoutingTrace, Timings, Trajectory, TrajectoryGroup, VersionSpan
@@ -109,7 +110,8 @@ def build_group(
     """The finished group of `dispatch` (default `d-0`), one trajectory a reward."""
     dispatch = dispatch or build_dispatch()
     trajectories = tuple(
-        build_trajectory(dispatch.dispatch_id, index, dispatch.prompt.prompt_id, prompt_tokens, spans, seed, vocab_size, routing) for index in range(len(rewards))
+        build_trajectory(dispatch.dispatch_id, index, dispatch.prompt.prompt_id, prompt_tokens, spans, seed, vocab_size, routing)
+        for index in range(len(rewards))
     )
     return TrajectoryGroup(
         dispatch_id=dispatch.dispatch_id,
