@@ -139,18 +139,26 @@ def ensure_venv() -> None:
 
 
 def install_torch() -> None:
-    """Install the pinned torch before anything can ask for another one, and only if pip resolves it to a CPU build."""
+    """Install the pinned torch before anything can ask for another one."""
     requirement = next(need for need in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"] if need.startswith("torch=="))
-    # With --no-deps the report costs one metadata file, not the packages.
+    refuse_cuda_build(requirement)
+    pip("install", requirement, failure=f"pip could not install {requirement}")
+
+
+def refuse_cuda_build(requirement: str) -> None:
+    """Ask pip what it would install, which costs one metadata file.
+
+    Raises:
+        SetupError: that would be another build than the CPU one.
+    """
     report = pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", requirement, failure=f"pip does not find {requirement}")
     found = str(json.loads(report)["install"][0]["metadata"]["version"])
     if sys.platform == "linux" and not found.endswith("+cpu"):
         raise SetupError(
-            f"pip resolves {requirement} to {found}, which is a CUDA build of several GB; expected {requirement.removeprefix('torch==')}+cpu.\n"
+            f"pip resolves {requirement} to {found}, a CUDA build of several GB; expected {requirement.removeprefix('torch==')}+cpu.\n"
             "The PyTorch project publishes it on its own package index for CPU builds (its address is on PyTorch's page on local installation,\n"
             "under 'pip' and 'CPU'). Set PIP_EXTRA_INDEX_URL to that address and run the same command again."
         )
-    pip("install", requirement, failure=f"pip could not install {requirement}")
 
 
 def install_concord() -> None:

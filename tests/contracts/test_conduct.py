@@ -1,0 +1,68 @@
+"""What code must not do: swallow errors, print, read switches from the environment, sleep in tests."""
+
+import ast
+from collections.abc import Iterator
+
+from contracts.source_tree import Module, modules, room_modules
+
+ENVIRONMENT_READERS: dict[str, str] = {}
+"""Module -> why it must look at the process environment. A setting of ours belongs into the config."""
+
+SPEAKS_TO_PEOPLE = ("cli", "progress")
+"""Modules of `orchestrator`, by the start of their name, that may print."""
+
+
+def called_name(call: ast.Call) -> str:
+    """`a.b.c` for a call of a plain dotted name, else the source of what is called."""
+    return ast.unparse(call.func)
+
+
+def calls(module: Module) -> Iterator[ast.Call]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            yield node
+
+
+def blanket_handlers(module: Module) -> Iterator[ast.ExceptHandler]:
+    """Handlers that catch everything, outside `rollout.errors.boundary`."""
+    allowed: set[ast.AST] = set()
+    if str(module.path) == "rollout/errors.py":
+        boundary = [node for node in module.tree.body if isinstance(node, ast.FunctionDef) and node.name == "boundary"]
+        allowed = {inner for node in boundary for inner in ast.walk(node)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ExceptHandler) and node not in allowed:
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught):
+                yield node
+
+
+def test_a_blanket_except_stands_only_in_boundary():
+    assert not [m.at(node) for m in room_modules() for node in blanket_handlers(m)]
+
+
+def test_only_the_command_line_prints():
+    silent = [m for m in room_modules() if not (m.room == "orchestrator" and m.path.parts[1].startswith(SPEAKS_TO_PEOPLE))]
+    assert not [m.at(call) for m in silent for call in calls(m) if called_name(call) == "print"]
+
+
+def test_no_switch_is_read_from_the_environment():
+    found = [(m, node) for m in room_modules() for node in ast.walk(m.tree) if isinstance(node, ast.Attribute | ast.Name) and is_environment(node)]
+    assert not [m.at(node) for m, node in found if str(m.path) not in ENVIRONMENT_READERS]
+    assert {str(m.path) for m, _ in found} == set(ENVIRONMENT_READERS), "an entry of the list above is no longer needed"
+
+
+def is_environment(node: ast.Attribute | ast.Name) -> bool:
+    return ast.unparse(node) in ("os.environ", "os.environb", "os.getenv", "environ", "getenv")
+
+
+def test_no_test_sleeps():
+    """Sleep is no synchronisation. `asyncio.sleep(0)` only yields to the loop."""
+    sleeps = [(m, call) for m in modules("tests") for call in calls(m) if called_name(call) in ("time.sleep", "sleep", "asyncio.sleep", "anyio.sleep")]
+    assert not [m.at(call) for m, call in sleeps if not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0)]
+
+
+def test_no_test_patches():
+    """Fakes stand at the seams. `monkeypatch` may set the environment and the working directory, nothing else."""
+    allowed = ("monkeypatch.setenv", "monkeypatch.delenv", "monkeypatch.chdir", "monkeypatch.syspath_prepend")
+    patching = [(m, called_name(call)) for m in modules("tests") for call in calls(m) if called_name(call).startswith(("monkeypatch.", "mock.", "patch"))]
+    assert not [(str(m.path), name) for m, name in patching if name not in allowed]
