@@ -85,7 +85,7 @@ class SamplingConfig(Section):
     ignore_eos: bool = False
 
 
-class EngineCommon(Section):
+class EngineSection(Section):
     """What every engine has."""
 
     replicas: PositiveInt = 1
@@ -98,7 +98,7 @@ class EngineCommon(Section):
     """Context in tokens; None takes the model's own."""
 
 
-class VllmConfig(EngineCommon):
+class VllmConfig(EngineSection):
     """vLLM's AsyncLLM."""
 
     type: Literal["vllm"] = "vllm"
@@ -112,7 +112,7 @@ class VllmConfig(EngineCommon):
     """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
 
 
-class TorchEngineConfig(EngineCommon):
+class TorchEngineConfig(EngineSection):
     """The in-process reference engine."""
 
     type: Literal["torch"] = "torch"
@@ -123,7 +123,7 @@ class TorchEngineConfig(EngineCommon):
     """Return the MoE routing of every trajectory."""
 
 
-class ScriptedConfig(EngineCommon):
+class ScriptedConfig(EngineSection):
     """A seeded fake: it waits a drawn latency and returns drawn tokens. For tests and benchmarks."""
 
     type: Literal["scripted"] = "scripted"
