@@ -1,6 +1,11 @@
 """From an engine's config section to the engine. Imports an inference library only when its engine is chosen."""
 
-from rollout.config import EngineConfig, SamplingConfig, ScriptedConfig, TorchEngineConfig
+from rollout.config import (
+    EngineConfig,
+    SamplingConfig,
+    ScriptedConfig,
+    TorchEngineConfig,
+)
 from rollout.engines.identity import EngineIdentity
 from rollout.protocols import Engine
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from rollout.config import ScriptedConfig
 from rollout.digests import manifest_digest
 from rollout.engines.identity import EngineIdentity
+from rollout.engines.sampling_keys import sample_keys
 from rollout.engines.scripted_clock import Clock, LoopClock, Timer
-from rollout.engines.scripted_draws import ScriptedDraws, draw_bits, sample_keys
+from rollout.engines.scripted_draws import ScriptedDraws, draw_bits
 from rollout.errors import EngineError, UserError
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.protocols import EngineLoad

@@ -1,14 +1,11 @@
 """What the scripted engine answers: tokens, log-probs, latencies, lengths, all functions of a sample's key. It knows no time."""
 
-import hashlib
 import math
-import struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.generation import GenerationRequest
 
 _POOL = 1 << 16
 _MASK = (1 << 64) - 1
@@ -20,14 +17,6 @@ def draw_bits(key: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def sample_keys(request: GenerationRequest, seed: int, replica: int) -> tuple[int, ...]:
-    """The request's seeds, or 63-bit keys drawn from the engine's seed, its replica and the request's id."""
-    if request.seeds:
-        return request.seeds
-    stream = hashlib.shake_128(f"{seed}/{replica}/{request.request_id}".encode()).digest(8 * request.num_samples)
-    return tuple(key >> 1 for key in struct.unpack(f"<{request.num_samples}Q", stream))
 
 
 class ScriptedDraws:
