@@ -29,7 +29,7 @@ class LocalModelConfig(Section):
 ModelConfig = Annotated[TinyModelConfig | LocalModelConfig, Field(discriminator="type")]
 
 
-class AlgorithmCommon(Section):
+class AlgorithmSection(Section):
     """What every policy-gradient algorithm here has: the clipped surrogate and its aggregation."""
 
     clip_low: PositiveFloat = 0.2
@@ -42,7 +42,7 @@ class AlgorithmCommon(Section):
     entropy_coef: NonNegativeFloat = 0.0
 
 
-class GrpoConfig(AlgorithmCommon):
+class GrpoConfig(AlgorithmSection):
     """Group-relative advantages: (reward - mean) / (sample standard deviation + epsilon)."""
 
     type: Literal["grpo"] = "grpo"
@@ -51,7 +51,7 @@ class GrpoConfig(AlgorithmCommon):
     """False leaves the division out (Dr. GRPO)."""
 
 
-class RlooConfig(AlgorithmCommon):
+class RlooConfig(AlgorithmSection):
     """Leave-one-out advantages: reward - mean of the others."""
 
     type: Literal["rloo"] = "rloo"
@@ -125,4 +125,6 @@ class WeightsConfig(Section):
     shard_bytes: PositiveInt = 512 * 1024 * 1024
     """Published files hold at most this much, so that no more is ever gathered at once."""
     canary_floor_nats: PositiveFloat = 1e-5
-    """The canary's tolerance is 3 x max(gap at version 0, this): mean |log-prob difference|."""
+    """The canary's tolerance is 3 x max(gap at start, this): mean |log-prob difference|."""
+    canary_ceiling_nats: PositiveFloat = 0.05
+    """A replica whose gap at start is above this has loaded other weights than the trainer's."""
