@@ -92,6 +92,7 @@ class RowCache:
             self._grow(rows, length)
 
     def _empty(self, like: Tensor) -> Tensor:
+        # Zeros, not whatever memory holds: a masked position still multiplies its value by 0, and 0 x NaN is NaN.
         return torch.zeros((self._rows, like.shape[1], self._length, like.shape[3]), dtype=like.dtype, device=like.device)
 
     def _grow(self, rows: int, length: int) -> None:

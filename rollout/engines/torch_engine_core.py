@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rollout.config import TorchEngineConfig
 from rollout.engines.cohort import Cohort, Row
 from rollout.engines.identity import EngineIdentity
-from rollout.engines.sampling import uniforms
+from rollout.engines.sampling import Uniforms
 from rollout.engines.sampling_keys import sample_keys
 from rollout.engines.torch_engine_model import DecodeModel
 from rollout.engines.torch_engine_routing import RoutingCapture, routing_of
@@ -56,7 +56,8 @@ class DecodeCore:
         self._model.check()
         self._routing: RoutingCapture | None = routing_of(self._model.module, self._model.config) if config.return_routing else None
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
-        self._cohorts: list[Cohort] = []
+        self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
+        self._uniforms = Uniforms()
         self._waiting: deque[list[Row]] = deque()
         self._held: deque[list[Row]] = deque()
         """What came while the engine drains."""
@@ -74,12 +75,16 @@ class DecodeCore:
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything."""
-        return self.broken is None and (self._pause_mode is None or self._pause_mode is PauseMode.DRAIN) and bool(self._waiting or self._cohorts)
+        return self.broken is None and (self._pause_mode is None or self._pause_mode is PauseMode.DRAIN) and bool(self._waiting or self._num_live)
 
     @property
     def sampling_has_stopped(self) -> bool:
         """Paused, and for DRAIN also drained."""
         return self._pause_mode is not None and not self.can_step
+
+    @property
+    def _live(self) -> list[Cohort]:
+        return [cohort for cohort in self._cohorts if cohort.rows]
 
     @property
     def _num_live(self) -> int:
@@ -102,14 +107,15 @@ class DecodeCore:
     def step(self) -> list[SampleDone]:
         """Admit what fits and give every live row one token; the samples that ended."""
         done: list[Row] = []
-        for cohort in self._cohorts:
+        for cohort in self._live:
             done += cohort.step(self.policy)
             self.generated_tokens += len(cohort.rows)
         done += self._admit()
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        self._drop_empty()
         self.generated_tokens += len(done)
         return [self._done(row) for row in done]
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> list[SampleDone]:
         """End the samples of a request where they stand."""
         gone: list[Row] = []
@@ -117,7 +123,7 @@ class DecodeCore:
             rows = [row for row in cohort.rows if row.request.request_id == request_id]
             cohort.remove(rows)
             gone += rows
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        self._drop_empty()
         for queue in (self._waiting, self._held):
             for piece in [piece for piece in queue if piece[0].request.request_id == request_id]:
                 queue.remove(piece)
@@ -169,7 +175,7 @@ class DecodeCore:
             raise
         self.policy = manifest.policy
         if self._pause_mode is PauseMode.RECOMPUTE:
-            for cohort in self._cohorts:
+            for cohort in self._live:
                 cohort.rebuild()
         interrupted = {row.request.request_id for cohort in self._cohorts for row in cohort.rows}
         return ApplyReport(policy=manifest.policy, digest=self.digest, pause_s=time.monotonic() - self._paused_at_s, interrupted=len(interrupted))
@@ -189,18 +195,18 @@ class DecodeCore:
             pieces.append(self._waiting.popleft())
         if not pieces:
             return []
-        if self._identity.deterministic:
-            finished: list[Row] = []
-            for piece in pieces:
+        finished: list[Row] = []
+        batches = [[piece] for piece in pieces] if self._identity.deterministic else [pieces]
+        for batch in batches:
+            if self._identity.deterministic:
                 self._cohorts.append(Cohort(self._model, self._routing))
-                finished += self._cohorts[-1].admit([piece], self.policy)
-            self.generated_tokens += sum(map(len, pieces)) - len(finished)
-            return finished
-        if not self._cohorts:
-            self._cohorts.append(Cohort(self._model, self._routing))
-        finished = self._cohorts[0].admit(pieces, self.policy)
+            finished += self._cohorts[-1].admit(batch, self.policy)
         self.generated_tokens += sum(map(len, pieces)) - len(finished)
         return finished
+
+    def _drop_empty(self) -> None:
+        if self._identity.deterministic:
+            self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
     def _done(self, row: Row) -> SampleDone:
         return SampleDone(row.request.request_id, row.chunks(self.policy))
@@ -217,7 +223,7 @@ class DecodeCore:
             )
         stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(request.eos_ids)
         return [
-            Row(request=request, sample_index=i, given=given.tolist(), max_tokens=max_tokens, stop_ids=stop_ids, uniforms=uniforms(key, first, max_tokens))
+            Row(request=request, sample_index=i, given=given.tolist(), max_tokens=max_tokens, stop_ids=stop_ids, uniforms=self._uniforms.stream(key, first, max_tokens))
             for i, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica))
         ]
 
