@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import ClassVar
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -17,7 +18,7 @@ from rollout.prompts import Message
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the policy's words for masking; rendering passes its body through."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)

@@ -34,8 +34,8 @@ class RejectReason(StrEnum):
     """It holds tokens that a replica sampled under weights that failed verification."""
     ALL_MASKED = "all_masked"
     """No token of it was left in the loss."""
-    SHUTDOWN = "shutdown"
-    """The run finished its last step without it."""
+    NON_FINITE = "non_finite"
+    """Its step had a non-finite loss or gradient and was not applied."""
 
 
 class FailReason(StrEnum):
@@ -58,8 +58,6 @@ class FailReason(StrEnum):
     REWARD_WORKER_DIED = "reward_worker_died"
     DEADLINE = "deadline"
     """The episode passed its deadline."""
-    SHUTDOWN = "shutdown"
-    """The run ended while it was running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

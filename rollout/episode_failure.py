@@ -1,6 +1,6 @@
 """How an episode ends without a group: every error on its way is given one `FailReason`, once."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rollout.dispatch import FailReason
@@ -21,8 +21,12 @@ class EpisodeFailure(ConcordError):
 
 
 @contextmanager
-def failing_as(reason: FailReason, error: type[ConcordError], context: str) -> Iterator[None]:
-    """Whatever escapes is an `EpisodeFailure` with `reason`; one that already has its reason keeps it.
+def failing_as(reason: FailReason, error: type[ConcordError], context: str) -> Generator[None]:
+    """Whatever escapes is an `EpisodeFailure`: a reward's failure under its own reason, one that is already classified as it is, all else under `reason`.
+
+    Args:
+        error: the type of what is not yet a `ConcordError`, in the chain of causes.
+        context: what was being done; the detail starts with it.
 
     Raises:
         EpisodeFailure: from any `Exception`.
@@ -32,7 +36,7 @@ def failing_as(reason: FailReason, error: type[ConcordError], context: str) -> I
             yield
     except EpisodeFailure:
         raise
-    except RewardFailure as cause:
-        raise EpisodeFailure(cause.reason, str(cause)) from cause
     except ConcordError as cause:
-        raise EpisodeFailure(reason, str(cause)) from cause
+        text = str(cause)
+        detail = text if text.startswith(context) else f"{context}: {text}"
+        raise EpisodeFailure(cause.reason if isinstance(cause, RewardFailure) else reason, detail) from cause

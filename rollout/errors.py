@@ -36,6 +36,10 @@ class DeadlineError(ConcordError):
     """A wait passed its deadline; the message names what was waited for."""
 
 
+class ProcessLostError(ConcordError):
+    """The process that served a call is gone."""
+
+
 class WeightSyncError(ConcordError):
     """Weights that an engine received are not the weights that were published."""
 

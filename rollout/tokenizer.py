@@ -117,7 +117,9 @@ class HuggingFaceTokenizer:
             UserError: there is no chat template, or it refuses the messages.
         """
         if self._chat_template is None:
-            raise UserError(f"got chat messages, but the tokenizer of {self._files.model_dir} has no chat template; add chat_template.jinja there or give raw prompts")
+            raise UserError(
+                f"got chat messages, but the tokenizer of {self._files.model_dir} has no chat template; add chat_template.jinja there or give raw prompts"
+            )
         return np.array(self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids, dtype=np.int32)
 
     def fingerprint(self) -> str:
@@ -158,16 +160,19 @@ class HuggingFaceTokenizer:
             return None
         token_id = self._backend.token_to_id(text)
         if token_id is None:
-            raise UserError(f"tokenizer_config.json of {self._files.model_dir} names {name} {text!r}, which tokenizer.json does not hold; save the tokenizer again, or correct {name}")
+            raise UserError(
+                f"tokenizer_config.json of {self._files.model_dir} names {name} {text!r}, which tokenizer.json does not hold; "
+                f"save the tokenizer again, or correct {name}"
+            )
         return token_id
 
     def _find_eos_ids(self) -> tuple[int, ...]:
         own = self._special_id("eos_token")
-        ids = tuple(dict.fromkeys([*self._files.eos_ids, *([] if own is None else [own])]))
+        ids: tuple[int, ...] = tuple(dict.fromkeys((*self._files.eos_ids, *(() if own is None else (own,)))))
         if not ids:
             raise UserError(
-                f"{self._files.model_dir} names no end token: neither eos_token_id in generation_config.json or config.json nor eos_token in tokenizer_config.json; "
-                "set one, else no sample can stop"
+                f"{self._files.model_dir} names no end token: neither eos_token_id in generation_config.json or config.json "
+                "nor eos_token in tokenizer_config.json; set one, else no sample can stop"
             )
         return ids
 
@@ -188,7 +193,8 @@ def _check_declared(backend: Backend, files: TokenizerFiles) -> None:
         held = backend.token_to_id(text)
         if held != token_id:
             raise UserError(
-                f"tokenizer_config.json of {files.model_dir} says that token {text!r} has id {token_id}, but tokenizer.json gives it {held}; save the tokenizer again so that both agree"
+                f"tokenizer_config.json of {files.model_dir} says that token {text!r} has id {token_id}, but tokenizer.json gives it {held}; "
+                "save the tokenizer again so that both agree"
             )
 
 

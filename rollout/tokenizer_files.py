@@ -39,7 +39,8 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         UserError: the directory is missing, or one of the files is broken.
     """
     if not model_dir.is_dir():
-        raise UserError(f"got model directory {model_dir}, which {'is not a directory' if model_dir.exists() else 'does not exist'}; give a local Hugging Face model directory")
+        what = "is not a directory" if model_dir.exists() else "does not exist"
+        raise UserError(f"got model directory {model_dir}, which {what}; give a local Hugging Face model directory")
     settings = _read_json(model_dir / "special_tokens_map.json") | _read_json(model_dir / "tokenizer_config.json")
     config = _read_json(model_dir / "config.json")
     generation = _read_json(model_dir / "generation_config.json")
@@ -52,7 +53,7 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         declared_tokens=_declared_tokens(settings, model_dir),
         add_bos=_flag(settings, "add_bos_token", model_dir),
         add_eos=_flag(settings, "add_eos_token", model_dir),
-        eos_ids=_eos_ids(generation.get("eos_token_id"), model_dir / "generation_config.json") or _eos_ids(inner.get("eos_token_id"), model_dir / "config.json"),
+        eos_ids=_eos_ids(generation, model_dir / "generation_config.json") or _eos_ids(inner, model_dir / "config.json"),
         chat_template=_chat_template(settings, model_dir),
         embedding_rows=rows if isinstance(rows, int) else None,
         model_ids={name: inner[name] for name in _NAMED_IDS if name in inner},
@@ -92,7 +93,8 @@ def _flag(settings: dict[str, object], name: str, model_dir: Path) -> bool | Non
     return value
 
 
-def _eos_ids(value: object, path: Path) -> tuple[int, ...]:
+def _eos_ids(settings: dict[str, object], path: Path) -> tuple[int, ...]:
+    value = settings.get("eos_token_id")
     if value is None:
         return ()
     ids = cast(list[object], value) if isinstance(value, list) else [value]

@@ -149,7 +149,9 @@ class TrajectoryGroup:
 
     def __post_init__(self) -> None:
         if not self.trajectories or len(self.trajectories) != len(self.rewards):
-            raise ValueError(f"group {self.dispatch_id}: {len(self.trajectories)} trajectories and {len(self.rewards)} rewards; expected one reward each and at least one")
+            raise ValueError(
+                f"group {self.dispatch_id}: {len(self.trajectories)} trajectories and {len(self.rewards)} rewards; expected one reward each and at least one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +245,11 @@ def _trajectory_header(trajectory: Trajectory, reward: Reward) -> TrajectoryHead
 
 def _check_arrays(trajectory: Trajectory) -> None:
     shape = trajectory.token_ids.shape
-    wanted = ((trajectory.token_ids, np.int32, "token_ids"), (trajectory.sampled, np.bool_, "sampled"), (trajectory.rollout_logprobs, np.float32, "rollout_logprobs"))
+    wanted = (
+        (trajectory.token_ids, np.int32, "token_ids"),
+        (trajectory.sampled, np.bool_, "sampled"),
+        (trajectory.rollout_logprobs, np.float32, "rollout_logprobs"),
+    )
     for array, dtype, name in wanted:
         if array.dtype != dtype or array.shape != shape or array.ndim != 1:
             raise ValueError(f"trajectory {trajectory.trajectory_id}: {name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
@@ -262,4 +268,6 @@ def _check_spans(trajectory: Trajectory) -> None:
             raise ValueError(f"trajectory {trajectory.trajectory_id}: span {span} overlaps its neighbour or covers tokens that were not sampled")
         position, covered = span.end, covered + span.end - span.start
     if covered == 0 or covered != trajectory.num_sampled:
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one")
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one"
+        )

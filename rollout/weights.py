@@ -17,7 +17,10 @@ class PolicyVersion:
 
     def __post_init__(self) -> None:
         if self.trainer_epoch < 1 or self.version < 0:
-            raise ValueError(f"got policy (epoch {self.trainer_epoch}, version {self.version}); epochs start at 1 and versions at 0: an unknown version is an error, never a default")
+            raise ValueError(
+                f"got policy (epoch {self.trainer_epoch}, version {self.version}); epochs start at 1 and versions at 0: an unknown version is "
+                "an error, never a default"
+            )
 
     @property
     def key(self) -> str:

@@ -1,0 +1,45 @@
+"""Ray itself: start or join a cluster, and leave it without leftovers."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import psutil
+import ray
+
+from actors.config import ClusterConfig
+
+
+@contextlib.contextmanager
+def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Iterator[None]:
+    """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.address is not None:
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(1, round(num_cpus)),
+            num_gpus=round(num_gpus) or None,
+            include_dashboard=False,
+            object_store_memory=int(config.object_store_gib * 2**30),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield
+    finally:
+        mine = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        if config.address is None:
+            _end(mine)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """End what our own cluster started and has not ended by itself."""
+    _, alive = psutil.wait_procs(processes, timeout=3.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=2.0)

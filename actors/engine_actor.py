@@ -1,0 +1,160 @@
+"""An engine replica in an actor of its own; its port for the driver, and its stand-in for episode workers."""
+
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from actors.calls import call, kill
+from actors.ports import Started, Updated
+from actors.process import enter_process
+from actors.spec import FleetSpec
+from rollout.engines.registry import build_engine
+from rollout.errors import ConcordError, EngineError, boundary
+from rollout.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.protocols import Engine, EngineLoad
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import EngineTag
+from rollout.weights import ApplyReport, WeightManifest
+
+MAX_CONCURRENT_CALLS = 4096
+
+
+@ray.remote
+class EngineActor:
+    """Serves one engine; all calls share its event loop."""
+
+    def __init__(self, spec: FleetSpec, slot: int) -> None:
+        enter_process(f"engine-{slot}", spec.run_dir)
+        tokenizer = load_tokenizer(spec.model_dir)
+        self._engine: Engine = build_engine(
+            spec.engine,
+            replica=slot,
+            seed=spec.seed,
+            deterministic=spec.deterministic,
+            sampling=spec.sampling,
+            tokenizer_fingerprint=tokenizer.fingerprint(),
+            chat_template_digest=tokenizer.chat_template_digest(),
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def start(self, manifest: WeightManifest) -> Started:
+        with boundary(EngineError, "the engine did not start"):
+            tag = await self._engine.start(manifest)
+            return Started(tag=tag, canary_logprobs=await self._engine.score(manifest.canary.token_ids))
+
+    async def generate(self, request: GenerationRequest) -> tuple[TokenChunk, ...]:
+        with boundary(EngineError, f"request {request.request_id}"):
+            return tuple([chunk async for chunk in self._engine.generate(request)])
+
+    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> tuple[TokenChunk, ...]:
+        with boundary(EngineError, f"request {request.request_id}"):
+            return tuple([chunk async for chunk in self._engine.resume_from(request, produced)])
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        with boundary(EngineError, "score"):
+            return await self._engine.score(token_ids)
+
+    async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
+        """Pause, apply, resume, then the canary. After an error the engine stays paused: its replica is retired."""
+        with boundary(EngineError, f"the engine did not take over {manifest.policy.key}"):
+            await self._engine.pause(mode)
+            paused_at = time.perf_counter()
+            report: ApplyReport = await self._engine.apply(manifest)
+            await self._engine.resume()
+            report = replace(report, pause_s=max(report.pause_s, time.perf_counter() - paused_at))
+            return Updated(report=report, canary_logprobs=await self._engine.score(manifest.canary.token_ids))
+
+    async def healthy(self) -> bool:
+        return await self._engine.healthy()
+
+    async def load(self) -> EngineLoad:
+        return await self._engine.load()
+
+    async def tag(self) -> EngineTag:
+        return await self._engine.tag()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+
+class RayEnginePort:
+    """Implements `actors.ports.EnginePort` for one incarnation."""
+
+    def __init__(self, handle: Any, slot: int) -> None:
+        self.handle = handle
+        self._name = f"engine replica {slot}"
+
+    async def start(self, manifest: WeightManifest) -> Started:
+        return await call(self.handle.start.remote(manifest), self._name)
+
+    async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
+        return await call(self.handle.update.remote(manifest, mode), self._name)
+
+    async def healthy(self) -> bool:
+        return await call(self.handle.healthy.remote(), self._name)
+
+    async def load(self) -> EngineLoad:
+        return await call(self.handle.load.remote(), self._name)
+
+    async def pid(self) -> int:
+        return await call(self.handle.pid.remote(), self._name)
+
+    async def kill(self) -> None:
+        kill(self.handle)
+
+
+class RemoteEngine:
+    """Implements `rollout.protocols.Engine` inside an episode worker: one call a request, whole turns back."""
+
+    def __init__(self, handle: Any, slot: int) -> None:
+        self._handle = handle
+        self._name = f"engine replica {slot}"
+
+    async def start(self, manifest: WeightManifest) -> EngineTag:
+        raise ConcordError(f"{self._name} is started by the driver, not by an episode worker")
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        for chunk in await call(self._handle.generate.remote(request), self._name):
+            yield chunk
+
+    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+        for chunk in await call(self._handle.resume_from.remote(request, produced), self._name):
+            yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        await call(self._handle.abort.remote(request_id), self._name)
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return await call(self._handle.score.remote(token_ids), self._name)
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise ConcordError(f"{self._name} is paused by the driver only")
+
+    async def apply(self, manifest: WeightManifest) -> ApplyReport:
+        raise ConcordError(f"{self._name} is updated by the driver only")
+
+    async def resume(self) -> None:
+        raise ConcordError(f"{self._name} is resumed by the driver only")
+
+    async def tag(self) -> EngineTag:
+        return await call(self._handle.tag.remote(), self._name)
+
+    async def healthy(self) -> bool:
+        return await call(self._handle.healthy.remote(), self._name)
+
+    async def load(self) -> EngineLoad:
+        return await call(self._handle.load.remote(), self._name)
+
+    async def stop(self) -> None:
+        raise ConcordError(f"{self._name} is stopped by the driver only")

@@ -1,0 +1,85 @@
+"""An episode worker in an actor of its own, and its port for the driver."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from actors.calls import call, kill
+from actors.engine_actor import RayEnginePort, RemoteEngine
+from actors.ports import EnginePort
+from actors.process import enter_process
+from actors.reward_actor import RayRewardPort
+from actors.spec import FleetSpec
+from actors.store_actor import RemoteStore
+from rollout.dispatch import Dispatch
+from rollout.environments.registry import build_envs
+from rollout.episode import EpisodeSettings
+from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
+from rollout.errors import ConcordError
+from rollout.generation import SamplingParams
+from rollout.rewards.pool import RewardPool
+from rollout.rewards.registry import build_reward, needs_text
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import EngineTag
+
+
+@ray.remote
+class EpisodeActor:
+    """Serves one `EpisodeWorker` on its event loop."""
+
+    def __init__(self, spec: FleetSpec, index: int, store: Any, rewards: Sequence[Any]) -> None:
+        enter_process(f"episodes-{index}", spec.run_dir)
+        tokenizer = load_tokenizer(spec.model_dir)
+        sampling = SamplingParams(**spec.sampling.model_dump())
+        self._worker = EpisodeWorker(
+            store=RemoteStore(store),
+            score=RewardPool([RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s),
+            tokenizer=tokenizer,
+            make_envs=lambda prompt, count: build_envs(spec.environment, prompt, tokenizer, count),
+            settings=WorkerSettings(
+                episode=EpisodeSettings(
+                    sampling=sampling,
+                    max_context=spec.max_context,
+                    seed=spec.seed if spec.deterministic else None,
+                    decode=needs_text(build_reward(spec.reward)),
+                ),
+                deadline_s=spec.episodes.deadline_s,
+                max_attempts=spec.episodes.max_attempts,
+            ),
+        )
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def connect(self, slot: int, engine: Any, tag: EngineTag) -> None:
+        self._worker.connect(slot, RemoteEngine(engine, slot), tag)
+
+    async def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        self._worker.submit(dispatches)
+
+    async def collect(self) -> tuple[Outcome, ...]:
+        return await self._worker.collect()
+
+
+class RayWorkerPort:
+    """Implements `actors.ports.WorkerPort` for one incarnation."""
+
+    def __init__(self, handle: Any, index: int) -> None:
+        self.handle = handle
+        self._name = f"episode worker {index}"
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        if not isinstance(engine, RayEnginePort):
+            raise ConcordError(f"{self._name} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster")
+        await call(self.handle.connect.remote(slot, engine.handle, tag), self._name)
+
+    async def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        await call(self.handle.submit.remote(dispatches), self._name)
+
+    async def collect(self) -> tuple[Outcome, ...]:
+        return await call(self.handle.collect.remote(), self._name)
+
+    async def kill(self) -> None:
+        kill(self.handle)

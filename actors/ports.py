@@ -1,0 +1,112 @@
+"""What the loop drives: the ports behind which the actors live. The loop knows ids, headers, manifests and reports, never tokens.
+
+`actors.ray_fleet` implements them over Ray; tests implement them in process over the same stores, engines and trainers. No Ray here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.dispatch import Dispatch
+from rollout.episode_worker import Outcome
+from rollout.generation import PauseMode
+from rollout.protocols import EngineLoad, Store
+from rollout.trajectory import EngineTag
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+from trainer.types import StepReport, StepRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Started:
+    """A replica's answer after it loaded its first weights."""
+
+    tag: EngineTag
+    canary_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Updated:
+    """A replica's answer after it took over new weights and went on."""
+
+    report: ApplyReport
+    canary_logprobs: NDArray[np.float32]
+
+
+class EnginePort(Protocol):
+    """One incarnation of a replica. Every method raises ProcessLostError when its process is gone."""
+
+    async def start(self, manifest: WeightManifest) -> Started: ...
+
+    async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
+        """Pause, apply, resume, then score the canary before ordinary work."""
+        ...
+
+    async def healthy(self) -> bool: ...
+
+    async def load(self) -> EngineLoad: ...
+
+    async def kill(self) -> None:
+        """End it and all its processes; never raises for one that is already gone."""
+        ...
+
+
+class WorkerPort(Protocol):
+    """One incarnation of an episode worker."""
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        """From now on, dispatches for `slot` go to this engine."""
+        ...
+
+    async def submit(self, dispatches: Sequence[Dispatch]) -> None: ...
+
+    async def collect(self) -> tuple[Outcome, ...]:
+        """Wait until dispatches have come back, and take all that have (empty after a second without any)."""
+        ...
+
+    async def kill(self) -> None: ...
+
+
+class TrainerPort(Protocol):
+    """All trainer ranks."""
+
+    async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
+        """Lease the groups from the store and train on them."""
+        ...
+
+    async def publish(self, policy: PolicyVersion) -> WeightManifest: ...
+
+    async def save(self, policy: PolicyVersion, directory: Path) -> None: ...
+
+    async def load(self, directory: Path) -> PolicyVersion: ...
+
+    async def kill(self) -> None: ...
+
+
+class Fleet(Protocol):
+    """All actors of a run."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def trainer(self) -> TrainerPort: ...
+
+    async def new_engine(self, slot: int) -> EnginePort: ...
+
+    async def new_worker(self, index: int) -> WorkerPort: ...
+
+    async def processes(self) -> Mapping[str, int]:
+        """Process id by actor name, of the actors on this machine."""
+        ...
+
+    async def dump_stacks(self) -> str:
+        """Stacks of all actors on this machine, for people."""
+        ...
+
+    async def close(self) -> None:
+        """End every actor and process."""
+        ...

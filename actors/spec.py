@@ -1,0 +1,31 @@
+"""What a fleet is built from: the rooms' configs and the places of a run. Picklable, so that it travels to every actor."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.config import ClusterConfig
+from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
+from trainer.config import TrainerConfig, WeightsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSpec:
+    """All that actors are told at their start."""
+
+    run_dir: Path
+    model_dir: Path
+    seed: int
+    deterministic: bool
+    total_steps: int
+    max_context: int
+    """Tokens that an engine can hold, prompt included."""
+    environment: EnvironmentConfig
+    sampling: SamplingConfig
+    engine: EngineConfig
+    reward: RewardConfig
+    reward_workers: RewardWorkersConfig
+    episodes: EpisodesConfig
+    store: StoreConfig
+    trainer: TrainerConfig
+    weights: WeightsConfig
+    cluster: ClusterConfig

@@ -1,0 +1,73 @@
+"""The trajectory store in an actor of its own, and its stand-in for everyone else."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.calls import call
+from actors.process import enter_process
+from rollout.config import StoreConfig
+from rollout.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
+from rollout.prompts import PromptCursor
+from rollout.protocols import Recovery
+from rollout.store.sqlite import SqliteStore
+from rollout.trajectory import EncodedGroup, LeasedGroups
+from rollout.weights import PolicyVersion
+
+
+@ray.remote
+class StoreActor(SqliteStore):
+    """A `SqliteStore` whose methods are the actor's; calls run one after the other."""
+
+    def __init__(self, run_dir: Path, config: StoreConfig) -> None:
+        enter_process("store", run_dir)
+        super().__init__(run_dir, config.durability)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class RemoteStore:
+    """Implements `rollout.protocols.Store` over a `StoreActor`."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
+        return await call(self.handle.recover.remote(checkpoint), "the store")
+
+    async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
+        return await call(self.handle.dispatch.remote(trainer_epoch, dispatches, cursor), "the store")
+
+    async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
+        return await call(self.handle.put.remote(groups), "the store")
+
+    async def annotate(self, group_id: str, kind: str, payload: bytes) -> None:
+        await call(self.handle.annotate.remote(group_id, kind, payload), "the store")
+
+    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> LeasedGroups:
+        return await call(self.handle.lease.remote(trainer_epoch, dispatch_ids), "the store")
+
+    async def acknowledge(self, commit: StepCommit) -> Counts:
+        return await call(self.handle.acknowledge.remote(commit), "the store")
+
+    async def settle(self, checkpoint: PolicyVersion) -> Counts:
+        return await call(self.handle.settle.remote(checkpoint), "the store")
+
+    async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
+        return await call(self.handle.reject.remote(trainer_epoch, endings), "the store")
+
+    async def commit_version(self, entry: LedgerEntry) -> Counts:
+        return await call(self.handle.commit_version.remote(entry), "the store")
+
+    async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+        await call(self.handle.record_event.remote(kind, fields), "the store")
+
+    async def counts(self) -> Counts:
+        return await call(self.handle.counts.remote(), "the store")
+
+    async def close(self) -> None:
+        await call(self.handle.close.remote(), "the store")

@@ -1,0 +1,85 @@
+"""Trainer ranks, an actor each, and their common port for the driver."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.calls import call, kill
+from actors.process import enter_process
+from actors.spec import FleetSpec
+from rollout.trajectory import LeasedGroups
+from rollout.weights import PolicyVersion, WeightManifest
+from trainer.build import build_trainer
+from trainer.checkpoint import CheckpointState
+from trainer.types import StepReport, StepRequest
+
+
+@ray.remote
+class TrainerActor:
+    """One rank. Every method is collective: all ranks get the same call."""
+
+    def __init__(self, spec: FleetSpec, rank: int, init_method: str) -> None:
+        enter_process(f"trainer-{rank}", spec.run_dir)
+        self._spec = spec
+        self._trainer = build_trainer(
+            model_dir=spec.model_dir,
+            config=spec.trainer,
+            weights=spec.weights,
+            total_steps=spec.total_steps,
+            seed=spec.seed,
+            rank=rank,
+            init_method=init_method,
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def step(self, lease: LeasedGroups, request: StepRequest) -> StepReport:
+        return self._trainer.step(lease.payloads, request)
+
+    def publish(self, policy: PolicyVersion) -> WeightManifest | None:
+        return self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
+
+    def save(self, policy: PolicyVersion, directory: Path) -> None:
+        self._trainer.save_checkpoint(directory, CheckpointState(policy=policy))
+
+    def load(self, directory: Path) -> PolicyVersion:
+        return self._trainer.load_checkpoint(directory).policy
+
+
+class RayTrainer:
+    """Implements `actors.ports.TrainerPort` over all ranks."""
+
+    def __init__(self, ranks: Sequence[Any], store: Any) -> None:
+        self.ranks = ranks
+        self._store = store
+
+    async def _all(self, refs: Sequence[Any]) -> Any:
+        """Answers of all ranks; the first failure at once. Answers with rank 0's."""
+        answers = await asyncio.gather(*(call(ref, f"trainer rank {rank}") for rank, ref in enumerate(refs)))
+        return answers[0]
+
+    async def ready(self) -> None:
+        """Every rank has loaded its model."""
+        await self._all([rank.pid.remote() for rank in self.ranks])
+
+    async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
+        lease = self._store.lease.remote(trainer_epoch, dispatch_ids)
+        return await self._all([rank.step.remote(lease, request) for rank in self.ranks])
+
+    async def publish(self, policy: PolicyVersion) -> WeightManifest:
+        return await self._all([rank.publish.remote(policy) for rank in self.ranks])
+
+    async def save(self, policy: PolicyVersion, directory: Path) -> None:
+        await self._all([rank.save.remote(policy, directory) for rank in self.ranks])
+
+    async def load(self, directory: Path) -> PolicyVersion:
+        return await self._all([rank.load.remote(directory) for rank in self.ranks])
+
+    async def kill(self) -> None:
+        for rank in self.ranks:
+            kill(rank)

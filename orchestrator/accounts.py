@@ -1,0 +1,162 @@
+"""Running sums of a run, in bounded memory: lengths and rewards by stage, staleness, pauses, busy shares.
+
+Three views of length and reward show what the order of consumption selects: `dispatched` (all groups up to the oldest
+unfinished one: free of selection by speed), `finished` (whatever has come back), `trained`.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rollout.dispatch import Dispatch
+from rollout.trajectory import FinishReason, GroupHeader, TrajectoryHeader
+from trainer.types import StepReport, StepRequest
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Add a sum over `count` items."""
+        self.total += value
+        self.count += count
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 before the first item."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """Length and reward of the trajectories that reached a stage."""
+
+    length: Mean = field(default_factory=Mean)
+    reward: Mean = field(default_factory=Mean)
+
+    def add(self, header: GroupHeader) -> None:
+        """Every trajectory of a group."""
+        self.length.add(sum(t.num_sampled for t in header.trajectories), len(header.trajectories))
+        self.reward.add(sum(t.reward for t in header.trajectories), len(header.trajectories))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What one step trained on, reduced from headers and report."""
+
+    reward_mean: float
+    reward_std: float
+    length_mean: float
+    length_cap_fraction: float
+    zero_variance: float
+    all_correct: float
+    all_wrong: float
+    staleness_mean: float
+    staleness_max: int
+    mixed_fraction: float
+    generation_s: float
+    reward_s: float
+    num_sampled: int
+
+
+class Accounts:
+    """All running sums of one driver's life."""
+
+    def __init__(self) -> None:
+        self.dispatched = Stage()
+        self.finished = Stage()
+        self.trained = Stage()
+        self.staleness = Mean()
+        self.staleness_max = 0
+        self.mixed = 0
+        self.rewards: deque[float] = deque(maxlen=10)
+        self.reward_first: float | None = None
+        self.reward_last = 0.0
+        self.pauses: deque[float] = deque(maxlen=10_000)
+        self.weight_updates = 0
+        self.trained_tokens = 0
+        self.trained_samples = 0
+        self.trainer_busy_s = 0.0
+        self._order: dict[str, GroupHeader | None] = {}
+
+    def start(self, dispatches: Iterable[Dispatch]) -> None:
+        """Dispatches begin, in order."""
+        self._order.update((d.dispatch_id, None) for d in dispatches)
+
+    def finish(self, header: GroupHeader) -> None:
+        """A group came back."""
+        self.finished.add(header)
+        if header.dispatch_id in self._order:
+            self._order[header.dispatch_id] = header
+            self._advance()
+
+    def end(self, dispatch_id: str) -> None:
+        """A dispatch failed without a group."""
+        if dispatch_id in self._order and self._order[dispatch_id] is None:
+            del self._order[dispatch_id]
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._order:
+            oldest = next(iter(self._order))
+            header = self._order[oldest]
+            if header is None:
+                return
+            self.dispatched.add(header)
+            del self._order[oldest]
+
+    def step(self, batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
+        """A step was applied."""
+        for header in batch:
+            self.trained.add(header)
+        facts = step_facts(batch, report, request)
+        self.staleness.add(facts.staleness_mean * facts.num_sampled, facts.num_sampled)
+        self.staleness_max = max(self.staleness_max, facts.staleness_max)
+        self.mixed += sum(len(t.tokens_by_policy) > 1 for t in _trained(batch, report))
+        self.rewards.append(facts.reward_mean)
+        if self.reward_first is None:
+            self.reward_first = facts.reward_mean
+        self.reward_last = facts.reward_mean
+        self.trained_tokens += report.num_tokens
+        self.trained_samples += len(report.trained_ids)
+        return facts
+
+    @property
+    def reward_moving_10(self) -> float:
+        """Mean reward of the last ten steps."""
+        return statistics.fmean(self.rewards) if self.rewards else 0.0
+
+
+def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[TrajectoryHeader]:
+    return [t for header in batch for t in header.trajectories if t.trajectory_id in report.trained_ids]
+
+
+def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
+    """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out do not count."""
+    trained = _trained(batch, report)
+    rewards = [t.reward for header in batch for t in header.trajectories]
+    groups = [[t.reward for t in header.trajectories] for header in batch]
+    trainer_version = request.policy.version - 1
+    ages = [(trainer_version - policy.version, n) for t in trained for policy, n in t.tokens_by_policy if policy.version >= request.oldest_version]
+    tokens = sum(n for _, n in ages)
+    everyone = [t for header in batch for t in header.trajectories]
+    return StepFacts(
+        reward_mean=statistics.fmean(rewards),
+        reward_std=statistics.pstdev(rewards),
+        length_mean=statistics.fmean(t.num_sampled for t in everyone),
+        length_cap_fraction=statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in everyone),
+        zero_variance=statistics.fmean(min(g) == max(g) for g in groups),
+        all_correct=statistics.fmean(min(g) >= 1.0 for g in groups),
+        all_wrong=statistics.fmean(max(g) <= 0.0 for g in groups),
+        staleness_mean=sum(age * n for age, n in ages) / tokens if tokens else 0.0,
+        staleness_max=max((age for age, _ in ages), default=0),
+        mixed_fraction=statistics.fmean(len(t.tokens_by_policy) > 1 for t in trained) if trained else 0.0,
+        generation_s=statistics.fmean(header.generation_s for header in batch),
+        reward_s=statistics.fmean(header.reward_s for header in batch),
+        num_sampled=tokens,
+    )

@@ -1,0 +1,57 @@
+"""Checkpoints of a run: save, make the steps final in the store, and keep only what is still needed."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.ports import TrainerPort
+from orchestrator.run_dir import RunDir, prune_weights
+from rollout.protocols import Store
+from rollout.weights import PolicyVersion
+
+
+def complete_checkpoints(run: RunDir) -> list[PolicyVersion]:
+    """Checkpoints on disk, oldest first. A directory under its final name is complete."""
+    if not run.checkpoints.is_dir():
+        return []
+    return sorted(PolicyVersion.parse(path.name) for path in run.checkpoints.iterdir() if re.fullmatch(r"e\d+-v\d+", path.name))
+
+
+class RunCheckpoints:
+    """Implements `orchestrator.training.Checkpoints`."""
+
+    def __init__(self, *, run: RunDir, trainer: TrainerPort, store: Store, keep_last: int, max_staleness: int) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._store = store
+        self._keep_last = keep_last
+        self._max_staleness = max_staleness
+        self.in_use: Callable[[], set[PolicyVersion]] = set
+        """Policies that live groups, replicas or waiting publications refer to."""
+
+    async def save(self, policy: PolicyVersion) -> None:
+        """Write the checkpoint of `policy`; its steps are final once it is complete."""
+        await self._trainer.save(policy, self._run.checkpoint_of(policy))
+        await self._store.settle(policy)
+        for old in complete_checkpoints(self._run)[: -self._keep_last]:
+            shutil.rmtree(self._run.checkpoint_of(old))
+        self.prune(policy)
+
+    def prune(self, newest: PolicyVersion) -> None:
+        """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use."""
+        window = self._max_staleness + 2
+        recent = {newest.version - age for age in range(window)}
+        for checkpoint in complete_checkpoints(self._run):
+            recent |= {checkpoint.version - age for age in range(self._max_staleness + 1)}
+        on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
+        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use())
+
+
+def export_model(weights: Path, target: Path) -> None:
+    """A copy of published weights as the run's final model, complete or absent."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(weights, temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)

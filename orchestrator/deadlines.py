@@ -1,0 +1,75 @@
+"""Every wait has a deadline and a name; a loop that stops moving is found and explained."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollout.errors import DeadlineError
+
+T = TypeVar("T")
+
+
+async def within(awaitable: Awaitable[T], seconds: float, what: str) -> T:
+    """Await with a deadline.
+
+    Raises:
+        DeadlineError: naming `what` was waited for.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await awaitable
+    except TimeoutError as cause:
+        raise DeadlineError(
+            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory, or raise the deadline in [deadlines]"
+        ) from cause
+
+
+class Progress:
+    """The pulse of the run: who waits for what, and when a step last finished."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._waits: dict[str, str] = {}
+
+    def beat(self) -> None:
+        """A step finished."""
+        self._last = self._clock()
+
+    def waits(self, who: str, what: str) -> None:
+        """`who` waits for `what` from now on; an empty `what` is work."""
+        self._waits[who] = what
+
+    def silence_s(self) -> float:
+        """Seconds since the last step."""
+        return self._clock() - self._last
+
+    def describe(self) -> str:
+        """Who waits for what, in one line."""
+        return "; ".join(f"{who} waits for {what}" for who, what in self._waits.items() if what) or "nobody says what it waits for"
+
+
+async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[], Awaitable[str]]) -> None:
+    """Ends only by raising: when no step finished for `limit_s`.
+
+    Raises:
+        DeadlineError: what each part of the loop waits for, and all stacks.
+    """
+    while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110 - it waits for nothing to happen, and an event has no name for that
+        await asyncio.sleep(max(0.05, left_s))
+    waiting = progress.describe()
+    async with asyncio.timeout(10.0):
+        stacks = await dump()
+    raise DeadlineError(f"no step finished for {limit_s:g} s: {waiting}\n{driver_stacks()}\n{stacks}")
+
+
+def driver_stacks() -> str:
+    """Stacks of all threads and tasks of this process."""
+    threads = [f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()]  # pyright: ignore[reportPrivateUsage]
+    tasks = [
+        f"task {task.get_name()}: {[f'{f.f_code.co_filename}:{f.f_lineno} {f.f_code.co_name}' for f in task.get_stack(limit=8)]}"
+        for task in asyncio.all_tasks()
+    ]
+    return "\n".join([*threads, *tasks])

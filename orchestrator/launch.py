@@ -1,0 +1,182 @@
+"""From a config to a finished run: model, cluster, fleet, recovery, loop, summary. The only module that brings all rooms together."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.ports import Fleet
+from orchestrator.checkpoints import RunCheckpoints, complete_checkpoints, export_model
+from orchestrator.config import RunConfig
+from orchestrator.deadlines import Progress, within
+from orchestrator.loop import Loop, Opening
+from orchestrator.memory import PeakMemory
+from orchestrator.plan import resource_plan, totals
+from orchestrator.progress import Reporter
+from orchestrator.recorder import MetricsRecorder
+from orchestrator.replicas import Replicas
+from orchestrator.run_dir import RunDir
+from orchestrator.signals import Signals, write_summary
+from orchestrator.training import StepDone
+from rollout.dispatch import LedgerEntry
+from rollout.environments.registry import build_source
+from rollout.errors import UserError
+from rollout.protocols import PromptSource
+from rollout.rewards.registry import needs_answer
+from rollout.weights import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run needs besides its config: checked before anything starts."""
+
+    model_dir: Path
+    max_context: int
+    source: PromptSource
+
+
+def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
+    """Read model facts and prompts.
+
+    Raises:
+        UserError: the model directory, the prompts, or their fit is wrong.
+    """
+    from trainer.model_dir import check_model_dir
+
+    facts = check_model_dir(model_dir)
+    wanted = config.engine.max_model_len
+    if wanted is not None and wanted > facts.max_context:
+        raise UserError(
+            f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; set {facts.max_context} or less"
+        )
+    source = build_source(config.environment, config.run.seed, needs_answer(config.reward))
+    return Inputs(model_dir=model_dir, max_context=wanted or facts.max_context, source=source)
+
+
+def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, resume: bool) -> dict[str, object]:
+    """Run on Ray to the end and answer with the summary.
+
+    Raises:
+        ConcordError: what ended the run early.
+    """
+    from actors.cluster import cluster
+    from actors.ray_fleet import RayFleet
+    from actors.spec import FleetSpec
+
+    spec = FleetSpec(
+        run_dir=run.path,
+        model_dir=inputs.model_dir,
+        seed=config.run.seed,
+        deterministic=config.run.deterministic,
+        total_steps=config.run.steps,
+        max_context=inputs.max_context,
+        environment=config.environment,
+        sampling=config.sampling,
+        engine=config.engine,
+        reward=config.reward,
+        reward_workers=config.reward_workers,
+        episodes=config.episodes,
+        store=config.store,
+        trainer=config.trainer,
+        weights=config.weights,
+        cluster=config.cluster,
+    )
+    cpus, gpus = totals(resource_plan(config))
+
+    async def main() -> dict[str, object]:
+        fleet = RayFleet(spec)
+        try:
+            await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
+            return await drive(config, run, inputs, fleet, reporter, resume)
+        finally:
+            await fleet.close()
+
+    reporter.say(f"run {run.path}: starting Ray")
+    with cluster(config.cluster, cpus, gpus):
+        return asyncio.run(main())
+
+
+async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, reporter: Reporter, resume: bool) -> dict[str, object]:
+    """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary."""
+    saved = complete_checkpoints(run)
+    if saved and not resume:
+        raise UserError(f"{run.path} holds checkpoints; continue it with `concord resume {run.path}`")
+    policy = await fleet.trainer.load(run.checkpoint_of(saved[-1])) if saved else None
+    recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")
+    start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
+    run.weights.mkdir(exist_ok=True)
+    manifest = await within(fleet.trainer.publish(start), config.deadlines.checkpoint_s, f"the trainer to publish {start.key}")
+    replicas = Replicas(fleet, config.engine.replicas, config.deadlines, config.weights)
+    reporter.say(f"epoch {recovery.trainer_epoch}, version {start.version}: starting {config.engine.replicas} x {config.engine.type}")
+    await replicas.start_all(manifest)
+    await fleet.store.commit_version(LedgerEntry(policy=start, digest=manifest.digest))
+    checkpoints = RunCheckpoints(
+        run=run, trainer=fleet.trainer, store=fleet.store, keep_last=config.trainer.checkpoint.keep_last, max_staleness=config.staleness.max_staleness
+    )
+    loop = Loop(
+        config=config,
+        fleet=fleet,
+        replicas=replicas,
+        source=inputs.source,
+        opening=Opening(recovery=recovery, manifest=manifest, policy=start),
+        checkpoints=checkpoints,
+        progress=Progress(asyncio.get_running_loop().time),
+    )
+    checkpoints.in_use = loop.policies_in_use
+    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
+
+
+async def _observe(
+    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals
+) -> dict[str, object]:
+    recorder, memory = MetricsRecorder(run.metrics), PeakMemory(fleet.processes)
+
+    def on_step(done: StepDone) -> None:
+        row = signals.row(done)
+        recorder.add(row)
+        reporter.step(row, config.run.steps)
+        checkpoints.prune(done.report.policy)
+
+    loop.training.on_step = on_step
+    sampling = asyncio.create_task(memory.run(), name="memory")
+    try:
+        async with _stop_signals(loop, config.deadlines.shutdown_s):
+            await loop.run()
+    finally:
+        sampling.cancel()
+        recorder.flush()
+    loop.book.counts = await fleet.store.counts()
+    summary = signals.summary(memory)
+    write_summary(run, summary)
+    if loop.training.policy.version >= config.run.steps:
+        export_model(run.weights_of(loop.training.policy), run.export)
+    return summary
+
+
+@contextlib.asynccontextmanager
+async def _stop_signals(loop: Loop, limit_s: float) -> AsyncIterator[None]:
+    """Ctrl-C and SIGTERM end the run after its step, with a checkpoint; after `limit_s`, or the second time, at once.
+
+    Installed after `ray.init`, which would undo them.
+    """
+    events, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def give_up() -> None:
+        if task is not None:
+            task.cancel()
+
+    def on_signal() -> None:
+        if loop.stop.is_set():
+            give_up()
+        loop.request_stop()
+        events.call_later(limit_s, give_up)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        events.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            events.remove_signal_handler(number)

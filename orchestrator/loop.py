@@ -1,0 +1,164 @@
+"""The asynchronous loop: one, for every eta.
+
+    prompts -> admission -> [episode workers: engine, reward, store] -> collection -> gate -> training -> publication -> engines
+
+* admission consumes capacity and prompts (re-admitted ones first); produces durable dispatches; waits for capacity; unblocked by a
+  ledger commit, by a dispatch that ends, by a replica that begins to serve.
+* collection (one per episode worker) consumes what came back; produces ready headers or endings; waits for its worker.
+* training consumes a batch that the gate lets through; produces a step, its commit record and published weights; waits for ready groups;
+  unblocked by collection and by ledger commits.
+* publication consumes the newest weights; produces a committed version; waits for engines.
+* supervision checks replicas and restarts what failed.
+
+None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from actors.ports import Fleet
+from orchestrator.accounts import Accounts
+from orchestrator.admission import Admission, Window
+from orchestrator.book import Book
+from orchestrator.collection import Collection
+from orchestrator.config import RunConfig
+from orchestrator.consumption import Gate
+from orchestrator.deadlines import Progress, watch_for_stall
+from orchestrator.publication import Publisher
+from orchestrator.replicas import Replicas
+from orchestrator.supervision import Supervision
+from orchestrator.training import Checkpoints, Training
+from rollout.errors import ConcordError
+from rollout.generation import PauseMode
+from rollout.protocols import PromptSource, Recovery
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Where the loop starts: the recovered store, the weights that the engines already serve, and the trainer's version."""
+
+    recovery: Recovery
+    manifest: WeightManifest
+    policy: PolicyVersion
+    """The trainer's policy; newer than `manifest` never."""
+
+
+class Loop:
+    """All tasks of one run, on one event loop."""
+
+    def __init__(
+        self, *, config: RunConfig, fleet: Fleet, replicas: Replicas, source: PromptSource, opening: Opening, checkpoints: Checkpoints, progress: Progress
+    ) -> None:
+        staleness, run = config.staleness, config.run
+        self._config = config
+        self._fleet = fleet
+        self.replicas = replicas
+        self.accounts = Accounts()
+        self.progress = progress
+        self.stop = asyncio.Event()
+        self.book = Book(
+            store=fleet.store,
+            store_deadline_s=config.deadlines.store_s,
+            replicas=replicas,
+            recovery=opening.recovery,
+            accounts=self.accounts,
+            progress=self.progress,
+        )
+        self.supervision = Supervision(replicas=replicas, book=self.book, deadlines=config.deadlines, spawn=self._spawn)
+        mode = PauseMode.DRAIN if run.deterministic else PauseMode(config.engine.kv_across_versions)
+        self.publisher = Publisher(
+            replicas=replicas, store=fleet.store, first=opening.manifest, mode=mode, on_commit=self._committed, on_failure=self.supervision.fail
+        )
+        self.supervision.publisher = self.publisher
+        if run.deterministic:
+            self.publisher.ready_to_apply = self._until_idle
+        window = Window(max_staleness=staleness.max_staleness, batch_groups=run.batch_groups, max_concurrent=config.max_concurrent_groups)
+        self.admission = Admission(
+            book=self.book,
+            window=window,
+            source=source,
+            publisher=self.publisher,
+            replicas=replicas,
+            group_size=run.group_size,
+            submit_deadline_s=config.deadlines.store_s,
+        )
+        self.collection = Collection(fleet=fleet, replicas=replicas, book=self.book, admission=self.admission, max_attempts=config.episodes.max_attempts)
+        gate = Gate(
+            max_staleness=staleness.max_staleness,
+            batch_groups=run.batch_groups,
+            policy=staleness.policy,
+            order=staleness.order,
+            dispatch_window=staleness.dispatch_window,
+        )
+        self.training = Training(
+            trainer=fleet.trainer,
+            book=self.book,
+            gate=gate,
+            publisher=self.publisher,
+            checkpoints=checkpoints,
+            deadlines=config.deadlines,
+            start=opening.policy,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group: asyncio.TaskGroup | None = None
+
+    def request_stop(self) -> None:
+        """Finish the running step, checkpoint, and end."""
+        self.stop.set()
+        self.book.ring()
+
+    def policies_in_use(self) -> set[PolicyVersion]:
+        """Policies that live groups, replicas or waiting publications refer to."""
+        pool = self.book.pool
+        ready = {policy for header in pool.ready.values() for policy in header.policies}
+        return ready | {dispatch.policy for dispatch in pool.running.values()} | self.publisher.held()
+
+    async def run(self) -> None:
+        """Train until `run.steps` or a stop.
+
+        Raises:
+            ConcordError: what ended the run early.
+        """
+        config = self._config
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._spawn(self.admission.run(), "admission")
+                self._spawn(self.publisher.run(), "publication")
+                self._spawn(self.supervision.run(), "supervision")
+                self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
+                for index in range(config.episodes.workers):
+                    self._spawn(self.collection.run(index), f"collection {index}")
+                try:
+                    await self.training.run(config.run.steps, config.trainer.checkpoint.every_steps, self.stop)
+                finally:
+                    for task in list(self._tasks):
+                        task.cancel()
+        except* ConcordError as errors:
+            raise _first(errors) from errors
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        if self._group is None:
+            raise ConcordError(f"{name} was asked for before the loop ran")
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _committed(self, reports: list[ApplyReport]) -> None:
+        self.accounts.weight_updates += 1
+        self.accounts.pauses.extend(report.pause_s for report in reports)
+        self.book.ring()
+
+    async def _until_idle(self) -> None:
+        """Deterministic mode: a version is applied when nothing runs and nothing may start under the one before."""
+        self.book.idle.clear()
+        self.book.admit_bell.set()
+        await self.book.idle.wait()
+
+
+def _first(errors: ExceptionGroup[ConcordError]) -> ConcordError:
+    for error in errors.exceptions:
+        return _first(error) if isinstance(error, ExceptionGroup) else error
+    raise AssertionError("an exception group holds at least one exception")

@@ -1,0 +1,98 @@
+"""The catalogue of signals: every name once, with type, unit, help, labels and the layer of diagnosis it belongs to.
+
+Values ride on reports and are reduced once a step; nothing is drawn or exported that is not declared here.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MetricType(StrEnum):
+    """Prometheus types."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One declared signal."""
+
+    name: str
+    """Prometheus name: `concord_`, base units, `_total` for counters."""
+    type: MetricType
+    unit: str
+    help: str
+    diagnosis_layer: int
+    """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
+    labels: tuple[str, ...] = ()
+    """Bounded sets only; never an id."""
+
+    @property
+    def column(self) -> str:
+        """Name in the metric parts."""
+        return self.name.removeprefix("concord_")
+
+
+def _gauge(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
+    return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer)
+
+
+CATALOGUE: tuple[Metric, ...] = (
+    _gauge("step", "steps", 4, "Optimizer step that this row describes; equals the version it produced."),
+    _gauge("trainer_epoch", "epochs", 4, "Trainer epoch of the step."),
+    _gauge("wall_seconds", "seconds", 4, "Since the start of the training loop."),
+    _gauge("reward_mean", "reward", 1, "Mean reward of the trained groups."),
+    _gauge("reward_std", "reward", 1, "Standard deviation of the trained rewards over trajectories."),
+    _gauge("reward_moving_10", "reward", 1, "Mean of reward_mean over the last ten steps."),
+    _gauge("reward_mean_dispatched", "reward", 1, "Mean reward of all groups up to the oldest unfinished dispatch: free of selection by speed."),
+    _gauge("reward_mean_finished", "reward", 1, "Mean reward of all groups that have finished."),
+    _gauge("length_mean", "tokens", 1, "Mean sampled tokens of the trained trajectories."),
+    _gauge("length_mean_dispatched", "tokens", 1, "Mean sampled tokens up to the oldest unfinished dispatch: free of selection by speed."),
+    _gauge("length_mean_finished", "tokens", 1, "Mean sampled tokens of all finished trajectories."),
+    _gauge("length_cap_fraction", "ratio", 1, "Share of trained trajectories that ended at their length limit."),
+    _gauge("zero_variance_groups", "ratio", 1, "Share of trained groups whose rewards are all equal."),
+    _gauge("all_correct_groups", "ratio", 1, "Share of trained groups whose rewards are all 1 or more."),
+    _gauge("all_wrong_groups", "ratio", 1, "Share of trained groups whose rewards are all 0 or less."),
+    _gauge("advantage_std", "reward", 2, "Standard deviation of the advantages."),
+    _gauge("policy_entropy", "nats", 2, "Mean entropy over the loss's tokens."),
+    _gauge("approx_kl", "nats", 2, "Mean k3 of old against new log-probs."),
+    _gauge("reference_kl", "nats", 2, "Mean KL estimate to version 0; 0 without a reference."),
+    _gauge("clip_fraction_low", "ratio", 2, "Share of loss tokens clipped from below."),
+    _gauge("clip_fraction_high", "ratio", 2, "Share of loss tokens clipped from above."),
+    _gauge("loss", "loss", 3, "Loss of the step: a sum with fixed denominators."),
+    _gauge("grad_norm", "norm", 3, "Global gradient norm before the clip."),
+    _gauge("learning_rate", "rate", 3, "Learning rate of the step."),
+    _gauge("skipped_steps", "steps", 3, "Steps not applied since the run began (non-finite)."),
+    _gauge("abs_logprob_difference_mean", "nats", 4, "Mean |log pi_now - old log-prob| over the loss's tokens: staleness and engine together."),
+    _gauge("token_staleness_mean", "steps", 4, "Mean staleness of the trained tokens."),
+    _gauge("token_staleness_max", "steps", 4, "Staleness of the oldest trained token."),
+    _gauge("mixed_version_trajectories", "ratio", 4, "Share of trained trajectories that span more than one version."),
+    _gauge("dispatched", "groups", 4, "Dispatches recorded since the run began."),
+    _gauge("trained", "groups", 4, "Dispatches trained on since the run began."),
+    _gauge("rejected", "groups", 4, "Dispatches rejected since the run began."),
+    _gauge("failed", "groups", 4, "Dispatches failed since the run began."),
+    _gauge("in_flight", "groups", 4, "Dispatches that have not ended."),
+    _gauge("running", "groups", 4, "Dispatches in generation or reward."),
+    _gauge("ready", "groups", 4, "Finished groups that wait for the trainer."),
+    _gauge("admission_capacity", "groups", 4, "Groups that may start now."),
+    _gauge("trainer_version", "version", 4, "Version of the trainer."),
+    _gauge("committed_version", "version", 4, "Version that the healthy engines have confirmed."),
+    _gauge("weight_updates", "updates", 4, "Committed publications since the loop began."),
+    _gauge("weights_superseded", "updates", 4, "Publications that a newer one replaced before an engine saw them."),
+    _gauge("update_pause_seconds", "seconds", 4, "Longest pause of a replica in the last weight update."),
+    _gauge("tokens_per_second", "tokens/s", 4, "Trained tokens over the seconds of the step."),
+    _gauge("engine_busy", "ratio", 4, "Share of the wall clock in which a replica generated, mean over replicas, since the loop began."),
+    _gauge("trainer_busy", "ratio", 4, "Share of the wall clock in which the trainer worked, since the loop began."),
+    _gauge("step_seconds", "seconds", 4, "Wall clock from the end of the step before to the end of this one."),
+    _gauge("step_wait_seconds", "seconds", 4, "Of it, waiting for a batch."),
+    _gauge("step_train_seconds", "seconds", 4, "Of it, lease, decode, forward, backward and optimizer."),
+    _gauge("step_publish_seconds", "seconds", 4, "Of it, commit record and publication to disk."),
+    _gauge("step_checkpoint_seconds", "seconds", 4, "Of it, checkpoint."),
+    _gauge("generation_seconds", "seconds", 4, "Mean generation time of the trained groups."),
+    _gauge("reward_seconds", "seconds", 4, "Mean time of the trained groups in a reward worker."),
+    _gauge("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
+    _gauge("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
+)
+
+COLUMNS: tuple[str, ...] = tuple(metric.column for metric in CATALOGUE)

@@ -1,0 +1,105 @@
+"""From a manifest to a committed version: the only edge of the loop that goes back.
+
+Consumes manifests from the training loop; has every live replica apply and verify them; commits the ledger when all healthy
+replicas have answered; retires and restarts those that fail. Waits for engines, never makes the trainer wait.
+Publications are serial. A waiting manifest is superseded by a newer one, except in deterministic mode, where every version is applied in turn
+after the engines have drained.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from orchestrator.replicas import Replica, Replicas
+from rollout.dispatch import LedgerEntry
+from rollout.errors import ConcordError, WeightSyncError
+from rollout.generation import PauseMode
+from rollout.protocols import Store
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+
+
+class Publisher:
+    """Owns the committed policy of the run."""
+
+    def __init__(
+        self,
+        *,
+        replicas: Replicas,
+        store: Store,
+        first: WeightManifest,
+        mode: PauseMode,
+        on_commit: Callable[[list[ApplyReport]], Awaitable[None]],
+        on_failure: Callable[[Replica, str, tuple[PolicyVersion, ...]], Awaitable[None]],
+    ) -> None:
+        self._replicas = replicas
+        self._store = store
+        self._mode = mode
+        self._on_commit = on_commit
+        self._on_failure = on_failure
+        self._waiting: deque[WeightManifest] = deque()
+        self._offered = asyncio.Event()
+        self._joined = asyncio.Event()
+        self._weights_lock = asyncio.Lock()
+        self.committed = first
+        """The manifest that new incarnations start on."""
+        self.superseded = 0
+        self.ready_to_apply: Callable[[], Awaitable[None]] | None = None
+        """Deterministic mode: awaited before each update, until nothing runs and nothing may start."""
+
+    def offer(self, manifest: WeightManifest) -> None:
+        """A newer policy is on disk."""
+        if self._mode is not PauseMode.DRAIN:
+            self.superseded += len(self._waiting)
+            self._waiting.clear()
+        self._waiting.append(manifest)
+        self._offered.set()
+
+    async def run(self) -> None:
+        """Publish for ever; ends by cancellation, or by raising when no replica passes."""
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            while self._waiting:
+                if self.ready_to_apply is not None:
+                    await self.ready_to_apply()
+                await self._publish(await self._next())
+
+    async def _next(self) -> WeightManifest:
+        """The newest waiting manifest, once a replica is there to take it."""
+        while not self._replicas.serving(self.committed.policy):
+            self._joined.clear()
+            await self._joined.wait()
+        return self._waiting.popleft()
+
+    async def _publish(self, manifest: WeightManifest) -> None:
+        async with self._weights_lock:
+            live = self._replicas.serving(self.committed.policy)
+            answers = await asyncio.gather(*(self._update(replica, manifest) for replica in live))
+            reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
+            failures = [answer for answer in answers if isinstance(answer, str)]
+            if not reports:
+                raise WeightSyncError(f"no engine replica took over {manifest.policy.key}: {'; '.join(failures) or 'none is alive'}")
+            await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
+            self.committed = manifest
+        await self._on_commit(reports)
+
+    async def _update(self, replica: Replica, manifest: WeightManifest) -> ApplyReport | str:
+        incarnation = replica.incarnation
+        try:
+            return await self._replicas.update(replica, manifest, self._mode)
+        except ConcordError as error:
+            if replica.incarnation == incarnation and replica.port is not None:
+                await self._on_failure(replica, str(error), (manifest.policy,))
+            return str(error)
+
+    async def restart(self, replica: Replica) -> None:
+        """Start a new incarnation of a retired slot on the committed weights, and catch up with what was committed meanwhile."""
+        await self._replicas.start(replica, self.committed)
+        async with self._weights_lock:
+            if replica.applied != self.committed.policy:
+                await self._replicas.update(replica, self.committed, self._mode)
+        self._joined.set()
+
+    def held(self) -> set[PolicyVersion]:
+        """Policies whose published weights a replica may still ask for."""
+        return {self.committed.policy, *(manifest.policy for manifest in self._waiting)}

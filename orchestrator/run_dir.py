@@ -1,0 +1,115 @@
+"""The run directory: its layout, its creation, and what is kept in it. Everything but the logs is complete or absent."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config import RunConfig, parse_config
+from rollout.errors import UserError
+from rollout.weights import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths below `runs/NAME`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """The machine-readable result."""
+        return self.path / "summary.json"
+
+    @property
+    def weights(self) -> Path:
+        """One directory a published version."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """Parquet parts, one row a step."""
+        return self.path / "metrics"
+
+    @property
+    def stacks(self) -> Path:
+        """Stack dumps of actors."""
+        return self.path / "stacks"
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face layout, once the run has finished."""
+        return self.path / "export"
+
+    def weights_of(self, policy: PolicyVersion) -> Path:
+        """Directory of one published version."""
+        return self.weights / policy.key
+
+    def checkpoint_of(self, policy: PolicyVersion) -> Path:
+        """Directory of one checkpoint."""
+        return self.checkpoints / policy.key
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file that is either complete or absent (temporary name, fsync, rename)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
+    """Make the directory of a new run and write its config.
+
+    Raises:
+        UserError: the name exists, or the directory cannot be written.
+    """
+    name = config.run.name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = (config.run.dir / name).absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        run = RunDir(path)
+        write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
+    except FileExistsError as cause:
+        raise UserError(f"run {name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name") from cause
+    except OSError as cause:
+        raise UserError(f"cannot write the run directory {path}: {cause.strerror}; set run.dir to a writable folder with free space") from cause
+    return run
+
+
+def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
+    """The directory of an existing run, and its config after `overrides`.
+
+    Raises:
+        UserError: there is no run.
+    """
+    run = RunDir(path.absolute())
+    try:
+        document = json.loads(run.config.read_text())
+    except (OSError, json.JSONDecodeError) as cause:
+        raise UserError(f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` printed") from cause
+    return run, parse_config(document, str(run.config), overrides)
+
+
+def prune_weights(run: RunDir, keep: Iterable[PolicyVersion]) -> None:
+    """Remove published versions but those in `keep` and version 0."""
+    kept = {policy.key for policy in keep}
+    for directory in run.weights.glob("e*-v*"):
+        if directory.name not in kept and PolicyVersion.parse(directory.name).version != 0:
+            shutil.rmtree(directory)

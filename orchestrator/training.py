@@ -1,0 +1,163 @@
+"""The training loop: batch -> step -> commit record -> published weights -> (sometimes) checkpoint.
+
+Consumes what the gate lets through; produces versions. Waits for ready groups only: engines apply weights while the next step runs.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from actors.ports import TrainerPort
+from orchestrator.accounts import StepFacts
+from orchestrator.book import Book
+from orchestrator.config import DeadlinesConfig
+from orchestrator.consumption import Gate
+from orchestrator.deadlines import within
+from orchestrator.publication import Publisher
+from rollout.dispatch import Ending, RejectReason, StepCommit
+from rollout.errors import ConcordError
+from rollout.trajectory import GroupHeader
+from rollout.weights import PolicyVersion, WeightManifest
+from trainer.types import StepReport, StepRequest
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""Steps in a row that may be skipped as non-finite before the run ends with the reason."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPhases:
+    """Wall-clock seconds of one step, phase by phase."""
+
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """An applied step, for those who report it."""
+
+    report: StepReport
+    facts: StepFacts
+    phases: StepPhases = field(default_factory=StepPhases)
+
+
+class Checkpoints(Protocol):
+    """Saves a version and makes its steps final."""
+
+    async def save(self, policy: PolicyVersion) -> None: ...
+
+
+class Training:
+    """Owns the trainer's version."""
+
+    def __init__(
+        self, *, trainer: TrainerPort, book: Book, gate: Gate, publisher: Publisher, checkpoints: Checkpoints, deadlines: DeadlinesConfig, start: PolicyVersion
+    ) -> None:
+        self._trainer = trainer
+        self._book = book
+        self._gate = gate
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._deadlines = deadlines
+        self.policy = start
+        self.skipped = 0
+        self.on_step: Callable[[StepDone], None] = lambda done: None
+        self._saved = start
+
+    async def run(self, steps: int, checkpoint_every: int, stop: asyncio.Event) -> None:
+        """Train up to version `steps`, or until `stop`; the last version is always checkpointed."""
+        skipped_in_a_row = 0
+        while self.policy.version < steps and not stop.is_set():
+            phases, begun = StepPhases(), time.monotonic()
+            batch = await self._batch(stop)
+            phases.wait_s = time.monotonic() - begun
+            if not batch:
+                break
+            done = await self._step(batch, phases)
+            skipped_in_a_row = 0 if done else skipped_in_a_row + 1
+            if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise ConcordError(
+                    f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient; the policy is beyond repair: resume from an earlier "
+                    "checkpoint with a lower learning rate"
+                )
+            if done is None:
+                continue
+            if self.policy.version % checkpoint_every == 0:
+                begun = time.monotonic()
+                await self._checkpoint()
+                phases.checkpoint_s = time.monotonic() - begun
+            self._book.progress.beat()
+            self.on_step(done)
+        if self._saved != self.policy:
+            await self._checkpoint()
+
+    async def _batch(self, stop: asyncio.Event) -> tuple[GroupHeader, ...]:
+        book = self._book
+        while not stop.is_set():
+            selection = self._gate.select(book.pool, self.policy.version, self._publisher.committed.policy.version)
+            if selection.stale:
+                await book.reject(selection.stale, RejectReason.STALE, f"older than {self._gate.max_staleness} steps at trainer version {self.policy.version}")
+                continue
+            if selection.batch:
+                book.progress.waits("training", "")
+                return selection.batch
+            book.progress.waits("training", selection.waits_for)
+            await book.train_bell.wait()
+            book.train_bell.clear()
+        return ()
+
+    async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> StepDone | None:
+        book, begun = self._book, time.monotonic()
+        request = StepRequest(policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor())
+        ids = [header.dispatch_id for header in batch]
+        book.leave(ids)
+        report = await within(self._trainer.step(book.epoch, ids, request), self._deadlines.step_s, f"the trainer to finish step {request.policy.version}")
+        phases.train_s = time.monotonic() - begun
+        if report.skipped:
+            self.skipped += 1
+            await book.store.record_event("step_skipped", {"step": request.policy.version, "reason": report.skipped})
+            await book.end_leased([Ending(dispatch_id=i, reason=RejectReason.NON_FINITE, detail=report.skipped, readmit=False) for i in ids])
+            return None
+        facts = book.accounts.step(batch, report, request)
+        begun = time.monotonic()
+        manifest, _ = await asyncio.gather(self._publish(request.policy), self._acknowledge(batch, report, request))
+        self.policy = request.policy
+        self._publisher.offer(manifest)
+        phases.publish_s = time.monotonic() - begun
+        book.accounts.trainer_busy_s += phases.train_s + phases.publish_s
+        return StepDone(report=report, facts=facts, phases=phases)
+
+    def _floor(self) -> int:
+        """The oldest token version that step v + 1 may train on."""
+        return max(0, self.policy.version - self._gate.max_staleness)
+
+    async def _publish(self, policy: PolicyVersion) -> WeightManifest:
+        return await within(self._trainer.publish(policy), self._deadlines.checkpoint_s, f"the trainer to publish {policy.key}")
+
+    async def _acknowledge(self, batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> None:
+        book = self._book
+        trained = [h for h in batch if any(t.trajectory_id in report.trained_ids for t in h.trajectories)]
+        empty = [h for h in batch if not any(t.trajectory_id in report.trained_ids for t in h.trajectories)]
+        commit = StepCommit(
+            policy=request.policy,
+            dispatch_ids=tuple(h.dispatch_id for h in trained),
+            digest="",
+            trajectories_trained=len(report.trained_ids),
+            trajectories_masked=len(report.masked_ids),
+            trajectories_dropped=sum(len(h.trajectories) for h in batch) - len(report.trained_ids),
+        )
+        book.counts = await within(
+            book.store.acknowledge(commit), self._deadlines.store_s, f"the store to write the commit record of step {request.policy.version}"
+        )
+        await book.end_leased(
+            [Ending(dispatch_id=h.dispatch_id, reason=RejectReason.ALL_MASKED, detail="no token of it was left in the loss", readmit=True) for h in empty]
+        )
+        book.ring()
+
+    async def _checkpoint(self) -> None:
+        await within(self._checkpoints.save(self.policy), self._deadlines.checkpoint_s, f"the checkpoint of {self.policy.key}")
+        self._saved = self.policy
