@@ -129,7 +129,7 @@ def install_torch() -> None:
     """Install the pinned torch before anything can ask for another one."""
     requirement = next(need for need in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"] if need.startswith("torch=="))
     refuse_cuda_build(requirement)
-    pip("install", requirement, failure=f"pip could not install {requirement}")
+    pip("install", "--no-compile", requirement, failure=f"pip could not install {requirement}")
 
 
 def refuse_cuda_build(requirement: str) -> None:
@@ -149,8 +149,8 @@ def refuse_cuda_build(requirement: str) -> None:
 
 
 def install_concord() -> None:
-    """The editable install with its extras, and off with what breaks `import transformers`."""
-    pip("install", "--editable", f".[{EXTRAS}]", failure="pip could not install Concord and its packages")
+    """The editable install with its extras, and off with what breaks `import transformers`. Python compiles what it imports, when it does."""
+    pip("install", "--no-compile", "--editable", f".[{EXTRAS}]", failure="pip could not install Concord and its packages")
     pip("uninstall", "--yes", *BROKEN_BESIDE_CPU_TORCH, failure=f"pip could not uninstall {', '.join(BROKEN_BESIDE_CPU_TORCH)}")
 
 
