@@ -28,15 +28,18 @@ class Window:
     max_concurrent: int
 
 
-def capacity(window: Window, counts: Counts, running: int, committed_version: int) -> int:
+def capacity(window: Window, counts: Counts, running: int, uncommitted: int) -> int:
     """Groups that may be dispatched now: min(max_concurrent - running, (eta + 1) x batch - unfinished), never below 0.
+
+    Args:
+        running: groups in generation or reward.
+        uncommitted: trained groups whose step's version the ledger has not committed: no engine has those weights yet. A checkpoint may
+            have made them terminal; they count all the same.
 
     Source: blueprint, section 5; golden vector V14_areal (whose `accepted` is cumulative).
     """
-    if committed_version < 0:
-        raise ValueError(f"committed version is {committed_version}; the ledger starts at version 0 and never goes below")
-    room = (window.max_staleness + 1) * window.batch_groups - counts.unfinished(committed_version)
-    return max(0, min(window.max_concurrent - running, room))
+    unfinished = counts.dispatched + counts.ready + counts.audited + counts.leased + uncommitted
+    return max(0, min(window.max_concurrent - running, (window.max_staleness + 1) * window.batch_groups - unfinished))
 
 
 class Admission:
@@ -57,7 +60,8 @@ class Admission:
 
     def capacity(self) -> int:
         """Groups that may start now."""
-        return capacity(self._window, self._book.counts, len(self._book.pool.running), self._publisher.committed.policy.version)
+        book, committed = self._book, self._publisher.committed.policy.version
+        return capacity(self._window, book.counts, len(book.pool.running), book.trained_after(committed))
 
     async def run(self) -> None:
         """Admit for ever; ends by cancellation."""

@@ -39,6 +39,16 @@ class Book:
         self._next_dispatch = recovery.next_dispatch
         self._incarnations: dict[str, int] = {}
         self._workers: dict[str, int] = {}
+        self._trained: dict[int, int] = {}
+
+    def trained(self, version: int, groups: int) -> None:
+        """Step `version` trained on so many groups."""
+        self._trained[version] = groups
+
+    def trained_after(self, committed_version: int) -> int:
+        """Groups of steps whose version the ledger has not committed yet."""
+        self._trained = {version: groups for version, groups in self._trained.items() if version > committed_version}
+        return sum(self._trained.values())
 
     def ring(self) -> None:
         """Something changed that a loop may wait for."""

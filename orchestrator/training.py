@@ -150,6 +150,7 @@ class Training:
             trajectories_masked=len(report.masked_ids),
             trajectories_dropped=sum(len(h.trajectories) for h in batch) - len(report.trained_ids),
         )
+        book.trained(request.policy.version, len(trained))
         book.counts = await within(
             book.store.acknowledge(commit), self._deadlines.store_s, f"the store to write the commit record of step {request.policy.version}"
         )

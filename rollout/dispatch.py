@@ -145,14 +145,6 @@ class Counts:
         """Dispatches that have not ended."""
         return self.dispatched + self.ready + self.audited + self.leased + sum(n for _, n in self.trained_held)
 
-    def unfinished(self, committed_version: int) -> int:
-        """Groups that count against the staleness window while the ledger stands at `committed_version`.
-
-        A trained group counts until the ledger has committed its step's version: before that no engine has the weights.
-        """
-        waiting = sum(n for version, n in self.trained_held if version > committed_version)
-        return self.dispatched + self.ready + self.audited + self.leased + waiting
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:

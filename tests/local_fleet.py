@@ -1,0 +1,190 @@
+"""A fleet in this process: the real store, episode workers, engines and reward functions behind the same ports, without Ray."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.ports import EnginePort, Started, Updated
+from rollout.dispatch import Dispatch
+from rollout.engines.registry import build_engine
+from rollout.environments.registry import build_envs
+from rollout.episode import EpisodeSettings
+from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
+from rollout.errors import ProcessLostError
+from rollout.generation import PauseMode, SamplingParams
+from rollout.prompts import Prompt
+from rollout.protocols import Engine, EngineLoad
+from rollout.rewards.judging import judge_group
+from rollout.rewards.registry import build_reward
+from rollout.store.sqlite import SqliteStore
+from rollout.tokenizer import Tokenizer, load_tokenizer
+from rollout.trajectory import EngineTag, Reward, Trajectory
+from rollout.weights import PolicyVersion, WeightManifest
+from orchestrator.config import RunConfig
+from trainer.types import StepReport, StepRequest
+
+EngineWrapper = Callable[[Engine, int], Engine]
+
+
+class AnyTrainer(Protocol):
+    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport: ...
+    def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None: ...
+
+
+class LocalEnginePort:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.dead = False
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ProcessLostError("the engine was killed")
+
+    async def start(self, manifest: WeightManifest) -> Started:
+        tag = await self.engine.start(manifest)
+        return Started(tag=tag, canary_logprobs=await self.engine.score(manifest.canary.token_ids))
+
+    async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
+        self._check()
+        await self.engine.pause(mode)
+        report = await self.engine.apply(manifest)
+        await self.engine.resume()
+        return Updated(report=report, canary_logprobs=await self.engine.score(manifest.canary.token_ids))
+
+    async def healthy(self) -> bool:
+        self._check()
+        return await self.engine.healthy()
+
+    async def load(self) -> EngineLoad:
+        self._check()
+        return await self.engine.load()
+
+    async def kill(self) -> None:
+        if not self.dead:
+            self.dead = True
+            await self.engine.stop()
+
+
+class LocalWorkerPort:
+    def __init__(self, worker: EpisodeWorker) -> None:
+        self.worker = worker
+        self.dead = asyncio.Event()
+
+    def _check(self) -> None:
+        if self.dead.is_set():
+            raise ProcessLostError("the episode worker was killed")
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        assert isinstance(engine, LocalEnginePort)
+        self.worker.connect(slot, engine.engine, tag)
+
+    async def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        self._check()
+        self.worker.submit(dispatches)
+
+    async def collect(self) -> tuple[Outcome, ...]:
+        collected = asyncio.ensure_future(self.worker.collect())
+        died = asyncio.ensure_future(self.dead.wait())
+        try:
+            await asyncio.wait({collected, died}, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            return await collected
+        finally:
+            died.cancel()
+            collected.cancel()
+
+    async def kill(self) -> None:
+        self.dead.set()
+        await self.worker.close()
+
+
+class LocalTrainer:
+    def __init__(self, trainer: AnyTrainer, store: SqliteStore, run_dir: Path) -> None:
+        self.trainer = trainer
+        self._store = store
+        self._run_dir = run_dir
+        self.batches: list[tuple[int, tuple[str, ...]]] = []
+        """(version, dispatch ids) of every step, in order."""
+
+    async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
+        lease = await self._store.lease(trainer_epoch, dispatch_ids)
+        report = await asyncio.to_thread(self.trainer.step, lease.payloads, request)
+        self.batches.append((request.policy.version, tuple(dispatch_ids)))
+        return report
+
+    async def publish(self, policy: PolicyVersion) -> WeightManifest:
+        manifest = self.trainer.publish(policy, self._run_dir / "weights" / policy.key)
+        assert manifest is not None
+        return manifest
+
+    async def save(self, policy: PolicyVersion, directory: Path) -> None:
+        from trainer.checkpoint_state import CheckpointState
+
+        self.trainer.save_checkpoint(directory, CheckpointState(policy=policy))  # pyright: ignore
+
+    async def load(self, directory: Path) -> PolicyVersion:
+        return self.trainer.load_checkpoint(directory).policy  # pyright: ignore
+
+    async def kill(self) -> None:
+        return None
+
+
+class LocalFleet:
+    """Implements `actors.ports.Fleet`. `wrap_engine` plants a fault round an engine."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, tokenizer_dir: Path, trainer: AnyTrainer, wrap_engine: EngineWrapper | None = None) -> None:
+        self._config = config
+        self.store = SqliteStore(run_dir, config.store.durability)
+        self.trainer = LocalTrainer(trainer, self.store, run_dir)
+        self._tokenizer: Tokenizer = load_tokenizer(tokenizer_dir)
+        self._wrap = wrap_engine
+        self.engines: dict[int, LocalEnginePort] = {}
+        self.workers: dict[int, LocalWorkerPort] = {}
+
+    async def new_engine(self, slot: int) -> LocalEnginePort:
+        config = self._config
+        engine = build_engine(
+            config.engine, replica=slot, seed=config.run.seed, deterministic=config.run.deterministic, sampling=config.sampling
+        )
+        self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine)
+        return self.engines[slot]
+
+    async def new_worker(self, index: int) -> LocalWorkerPort:
+        config, function = self._config, build_reward(self._config.reward)
+
+        async def score(prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+            return judge_group(function, prompt, completions, trajectories)
+
+        settings = WorkerSettings(
+            episode=EpisodeSettings(
+                sampling=SamplingParams(**config.sampling.model_dump()), max_context=512, seed=config.run.seed if config.run.deterministic else None
+            ),
+            deadline_s=config.episodes.deadline_s,
+            max_attempts=config.episodes.max_attempts,
+        )
+        worker = EpisodeWorker(
+            store=self.store,
+            score=score,
+            tokenizer=self._tokenizer,
+            make_envs=lambda prompt, count: build_envs(config.environment, prompt, self._tokenizer, count),
+            settings=settings,
+        )
+        self.workers[index] = LocalWorkerPort(worker)
+        return self.workers[index]
+
+    async def processes(self) -> Mapping[str, int]:
+        return {}
+
+    async def dump_stacks(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        for worker in self.workers.values():
+            await worker.kill()
+        for engine in self.engines.values():
+            await engine.kill()
+        await self.store.close()
