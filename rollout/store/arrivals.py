@@ -24,7 +24,7 @@ def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWrit
         row = require(rows.get(header.dispatch_id), header.dispatch_id, "put")
         _check(group, row, epoch)
         if row.state is not DispatchState.DISPATCHED or header.dispatch_id in taken:
-            work.event(EventKind.PUT_REFUSED, header.dispatch_id, state=row.state, reason=row.reason)
+            work.event_of([header.dispatch_id], EventKind.PUT_REFUSED, state=row.state, reason=row.reason)
         else:
             taken[header.dispatch_id] = group
     if taken:
@@ -38,7 +38,8 @@ def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWrit
     for group in taken.values():
         header = group.header
         tokens = sum(t.num_tokens for t in header.trajectories)
-        work.event(EventKind.READY, header.dispatch_id, trajectories=len(header.trajectories), tokens=tokens, bytes=header.num_bytes, replica=header.replica)
+        sizes = {"trajectories": len(header.trajectories), "tokens": tokens, "bytes": header.num_bytes}
+        work.event_of([header.dispatch_id], EventKind.READY, **sizes, replica=header.replica)
     return tuple(taken)
 
 
@@ -50,9 +51,9 @@ def _check(group: EncodedGroup, row: Row, epoch: int) -> None:
     if group.payload.size != header.num_bytes:
         sizes = f"{group.payload.size} bytes, its header says {header.num_bytes}"
         raise StoreError(f"put: group {header.dispatch_id} has {sizes}; encode it again; nothing was put")
-    unknown = [policy.key for policy in header.policies if policy.trainer_epoch > epoch]
+    unknown = {policy.key for trajectory in header.trajectories for policy, _ in trajectory.tokens_by_policy if policy.trainer_epoch > epoch}
     if unknown:
-        tokens = f"tokens of {', '.join(unknown)}, but the newest epoch is {epoch}"
+        tokens = f"tokens of {', '.join(sorted(unknown))}, but the newest epoch is {epoch}"
         raise StoreError(f"put: group {header.dispatch_id} holds {tokens}: no such policy can have sampled them; nothing was put")
 
 

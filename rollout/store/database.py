@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from rollout.dispatch import Counts, DispatchState
 from rollout.errors import FencedError, StoreError
 from rollout.store.journal import FILE_NAME as EVENTS_FILE
 from rollout.store.journal import EventKind, Journal
-from rollout.store.records import compact_json
+from rollout.store.records import compact_json, quoted
 from rollout.store.schema import FILE_NAME, Durability, open_for_writing, store_errors
 from rollout.store.tally import Slot, Tally
 
@@ -40,6 +40,7 @@ class Row(NamedTuple):
         return self.state is DispatchState.TRAINED or self.step_version is not None
 
 
+_STATES = {state.value: state for state in DispatchState}
 _ROW_COLUMNS = "sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt"
 
 
@@ -53,11 +54,18 @@ class Transaction:
         self.moves: list[tuple[Slot | None, Slot]] = []
         self._next_number = first_number
 
-    def event(self, kind: str, dispatch_id: str | None = None, /, **fields: object) -> None:
-        """Write a numbered event with this transaction."""
-        named = {} if dispatch_id is None else {"dispatch_id": dispatch_id}
-        line = compact_json({"number": self._next_number, "at_s": self.now_s, "kind": kind, **named, **fields})
-        self.events.append((self._next_number, dispatch_id, line))
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Write a numbered event of the run with this transaction."""
+        self._add(None, f'"kind":{quoted(kind)}{_rest(fields)}')
+
+    def event_of(self, dispatch_ids: Iterable[str], kind: EventKind, /, **fields: object) -> None:
+        """Write a numbered event for each of these dispatches, alike in kind and fields."""
+        rest = _rest(fields)
+        for dispatch_id in dispatch_ids:
+            self._add(dispatch_id, f'"kind":"{kind}","dispatch_id":{quoted(dispatch_id)}{rest}')
+
+    def _add(self, dispatch_id: str | None, fields: str) -> None:
+        self.events.append((self._next_number, dispatch_id, f'{{"number":{self._next_number},"at_s":{self.now_s!r},{fields}'))
         self._next_number += 1
 
     def rows(self, dispatch_ids: Sequence[str]) -> dict[str, Row]:
@@ -171,9 +179,14 @@ class Database:
         return {Slot(DispatchState(state), step, reason): count for state, step, reason, count in self.connection.execute(sql)}
 
 
+def _rest(fields: dict[str, object]) -> str:
+    """The end of an object that has begun: these fields and the closing brace."""
+    return f",{compact_json(fields)[1:]}" if fields else "}"
+
+
 def _row(values: tuple[int, str, str, int | None, str | None, str, int, int]) -> Row:
     sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt = values
-    return Row(sequence, dispatch_id, DispatchState(state), step_version, reason, prompt_id, pass_index, attempt)
+    return Row(sequence, dispatch_id, _STATES[state], step_version, reason, prompt_id, pass_index, attempt)
 
 
 def require(row: Row | None, dispatch_id: str, doing: str) -> Row:

@@ -1,6 +1,7 @@
 """Prompts, headers and dispatches as the text and rows that the tables keep. Both directions stand together; nothing here touches a file."""
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 from rollout.dispatch import Dispatch
@@ -10,6 +11,10 @@ from rollout.weights import PolicyVersion
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 DISPATCH_COLUMNS = "dispatch_id, prompt, group_size, attempt, epoch, version, replica, created_at_s"
+
+
+quoted = encode_basestring
+"""A string as JSON."""
 
 
 def compact_json(value: object) -> str:

@@ -95,7 +95,7 @@ def _take_back_steps(work: Transaction, version: int) -> None:
         for row in sorted(work.rows(ids).values()):
             # A dispatch ends once: it stays trained. Its prompt comes again so that the new lineage does not miss it.
             readmit(work, row, row.attempt)
-            work.event(EventKind.TRAINED_OUTSIDE_LINEAGE, row.dispatch_id, step=key)
+            work.event_of([row.dispatch_id], EventKind.TRAINED_OUTSIDE_LINEAGE, step=key)
     work.connection.execute("UPDATE commits SET lineage = 0 WHERE version > ?", (version,))
 
 
@@ -106,7 +106,7 @@ def _return_leased(work: Transaction) -> None:
     work.move([row for row in leased if row.sequence in judged], DispatchState.AUDITED)
     work.move([row for row in leased if row.sequence not in judged], DispatchState.READY)
     for row in leased:
-        work.event(EventKind.RETURNED, row.dispatch_id, step=row.step_version)
+        work.event_of([row.dispatch_id], EventKind.RETURNED, step=row.step_version)
 
 
 def _drop_versions(work: Transaction, version: int) -> None:

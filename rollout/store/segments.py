@@ -118,14 +118,14 @@ class SegmentReader:
         Raises:
             StoreError: the segment is missing or shorter than the place, or holds other bytes there.
         """
-        path = segment_path(self._directory, place.segment)
-        with store_errors(f"reading {path}"):
+        with store_errors(f"reading segment {place.segment}"):
             found = os.pread(self._open(place.segment), place.num_bytes, place.offset)
         if len(found) != place.num_bytes:
-            missing = place.num_bytes - len(found)
+            path, missing = segment_path(self._directory, place.segment), place.num_bytes - len(found)
             raise StoreError(f"{path} ends {missing} bytes before the group at byte {place.offset} does: the segment was cut; restore it from a copy")
         payload = np.frombuffer(found, dtype=np.uint8)
         if checksum_of(payload) != place.checksum:
+            path = segment_path(self._directory, place.segment)
             raise StoreError(f"{path} holds another group at byte {place.offset} than the store names: the segment was overwritten; restore it from a copy")
         return payload
 

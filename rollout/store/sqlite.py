@@ -107,7 +107,7 @@ class SqliteStore:
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
         with self._database.transaction("record event") as work:
-            work.event(kind, None, **fields)
+            work.event(kind, **fields)
 
     async def counts(self) -> Counts:
         return self._database.counts()

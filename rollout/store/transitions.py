@@ -37,7 +37,7 @@ def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor:
     )
     for d in dispatches:
         named = {"prompt_id": d.prompt.prompt_id, "pass_index": d.prompt.pass_index, "attempt": d.attempt, "policy": d.policy.key, "replica": d.replica}
-        work.event(EventKind.DISPATCHED, d.dispatch_id, **named)
+        work.event_of([d.dispatch_id], EventKind.DISPATCHED, **named)
         work.moves.append((None, Slot(DispatchState.DISPATCHED)))
 
 
@@ -60,10 +60,10 @@ def annotate(work: Transaction, group_id: str, kind: str, payload: bytes) -> Non
     if not work.connection.execute("SELECT 1 FROM groups WHERE sequence = ?", (row.sequence,)).fetchone():
         raise StoreError(f"annotate: dispatch {group_id} is {row.state} and has no group yet; annotate groups after `put`")
     work.connection.execute("INSERT INTO annotations(sequence, kind, payload) VALUES (?, ?, ?)", (row.sequence, kind, payload))
-    work.event(EventKind.ANNOTATED, group_id, annotation=kind, bytes=len(payload))
+    work.event_of([group_id], EventKind.ANNOTATED, annotation=kind, bytes=len(payload))
     if kind == VERDICT and row.state is DispatchState.READY:
         work.move([row], DispatchState.AUDITED)
-        work.event(EventKind.AUDITED, group_id)
+        work.event_of([group_id], EventKind.AUDITED)
 
 
 def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
@@ -75,8 +75,7 @@ def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     if wrong:
         raise StoreError(f"lease: {', '.join(wrong)} cannot be leased; expected ready or audited groups, each once. None of the {len(rows)} was leased")
     work.move(rows, DispatchState.LEASED)
-    for row in rows:
-        work.event(EventKind.LEASED, row.dispatch_id)
+    work.event_of(dispatch_ids, EventKind.LEASED)
     return rows
 
 
@@ -100,9 +99,8 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
     work.connection.executemany("UPDATE dispatches SET step_epoch = ?, step_version = ? WHERE sequence = ?", [(epoch, version, row.sequence) for row in rows])
     totals = {"trained": commit.trajectories_trained, "masked": commit.trajectories_masked, "dropped": commit.trajectories_dropped}
     work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, digest=commit.digest, **totals)
-    for row in rows:
-        work.event(EventKind.TRAINED, row.dispatch_id, step=commit.policy.key)
-        work.moves.append((row.slot, Slot(DispatchState.LEASED, version)))
+    work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
+    work.moves += [(row.slot, Slot(DispatchState.LEASED, version)) for row in rows]
 
 
 def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
@@ -119,11 +117,10 @@ def settle(work: Transaction, version: int) -> None:
     """A checkpoint holds all steps up to `version`: their groups are terminal."""
     held = work.connection.execute("SELECT epoch, version, dispatch_ids FROM commits WHERE lineage AND NOT settled AND version <= ?", (version,)).fetchall()
     for epoch, step, dispatch_ids in held:
-        rows = list(work.rows(json.loads(dispatch_ids)).values())
-        work.move(rows, DispatchState.TRAINED)
+        rows = work.rows(json.loads(dispatch_ids))
+        work.move(list(rows.values()), DispatchState.TRAINED)
         work.connection.execute("UPDATE commits SET settled = 1 WHERE epoch = ? AND version = ?", (epoch, step))
-        for row in rows:
-            work.event(EventKind.SETTLED, row.dispatch_id, step=PolicyVersion(epoch, step).key)
+        work.event_of(rows, EventKind.SETTLED, step=PolicyVersion(epoch, step).key)
 
 
 def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
@@ -133,13 +130,13 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
     for ending in endings:
         row = require(found.get(ending.dispatch_id), ending.dispatch_id, "reject")
         if row.trained or row.reason is not None:
-            work.event(EventKind.ENDING_LEFT_OUT, row.dispatch_id, state=row.state, reason=ending.reason, detail=ending.detail)
+            work.event_of([row.dispatch_id], EventKind.ENDING_LEFT_OUT, state=row.state, reason=ending.reason, detail=ending.detail)
             continue
         sql = "UPDATE dispatches SET state = ?, reason = ?, detail = ? WHERE sequence = ?"
         work.connection.execute(sql, (ending.state, ending.reason, ending.detail, row.sequence))
         work.moves.append((row.slot, Slot(ending.state, None, ending.reason.value)))
         kind = EventKind.REJECTED if ending.state is DispatchState.REJECTED else EventKind.FAILED
-        work.event(kind, row.dispatch_id, reason=ending.reason, detail=ending.detail, readmitted=ending.readmit)
+        work.event_of([row.dispatch_id], kind, reason=ending.reason, detail=ending.detail, readmitted=ending.readmit)
         found[row.dispatch_id] = row._replace(state=ending.state, reason=ending.reason)
         if ending.readmit:
             # A failure of its own counts against a prompt; a rejection, or a process that went away, does not.
