@@ -8,6 +8,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ async def cycle(run_dir: Path, durability: Durability, batches: list[list[Encode
     """Seconds by phase over all batches."""
     store = SqliteStore(run_dir, durability)
     epoch = (await store.recover(None)).trainer_epoch
-    seconds = dict.fromkeys(("dispatch", "put", "lease", "acknowledge", "settle"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(("dispatch", "put", "lease", "acknowledge", "settle"), 0.0)
     for step, batch in enumerate(batches, start=1):
         first = (step - 1) * GROUPS_A_BATCH
         ids = [encoded.header.dispatch_id for encoded in batch]
@@ -115,11 +116,11 @@ def codec_us(num_tokens: int, repeats: int) -> dict[str, float]:
     plain = group(0, num_tokens)
     payload = encode(plain).payload
 
-    def best(call: object) -> float:
+    def best(call: Callable[[], object]) -> float:
         times: list[float] = []
         for _ in range(repeats):
             begin = time.thread_time()
-            call()  # type: ignore[operator]
+            call()
             times.append(time.thread_time() - begin)
         return round(1e6 * min(times), 1)
 

@@ -40,6 +40,8 @@ class Row(NamedTuple):
         return self.state is DispatchState.TRAINED or self.step_version is not None
 
 
+RESERVED_FIELDS = frozenset({"number", "at_s", "kind"})
+"""What every event has of its own."""
 _STATES = {state.value: state for state in DispatchState}
 _ROW_COLUMNS = "sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt"
 

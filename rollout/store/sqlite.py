@@ -8,7 +8,7 @@ from rollout.errors import StoreError
 from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery
 from rollout.store import arrivals, recovery, transitions
-from rollout.store.database import Database
+from rollout.store.database import RESERVED_FIELDS, Database
 from rollout.store.filesystem import refuse_network_file_system
 from rollout.store.schema import Durability
 from rollout.store.segments import DIRECTORY, SEGMENT_BYTES, SegmentReader, SegmentWriter
@@ -106,6 +106,14 @@ class SqliteStore:
         return self._database.counts()
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+        """Add a run event to the numbered log.
+
+        Raises:
+            StoreError: a field has a name that every event has of its own.
+        """
+        reserved = sorted(RESERVED_FIELDS & fields.keys())
+        if reserved:
+            raise StoreError(f"record event {kind}: fields {', '.join(reserved)} are written by the store; name them otherwise")
         with self._database.transaction("record event") as work:
             work.event(kind, **fields)
 
