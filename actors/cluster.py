@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import psutil
 import ray
@@ -12,7 +12,7 @@ from actors.config import ClusterConfig
 
 
 @contextlib.contextmanager
-def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Iterator[None]:
+def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
     """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.address is not None:

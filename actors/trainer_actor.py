@@ -14,7 +14,7 @@ from actors.spec import FleetSpec
 from rollout.trajectory import LeasedGroups
 from rollout.weights import PolicyVersion, WeightManifest
 from trainer.build import build_trainer
-from trainer.checkpoint import CheckpointState
+from trainer.checkpoints import CheckpointState
 from trainer.types import StepReport, StepRequest
 
 
@@ -25,6 +25,7 @@ class TrainerActor:
     def __init__(self, spec: FleetSpec, rank: int, init_method: str) -> None:
         enter_process(f"trainer-{rank}", spec.run_dir)
         self._spec = spec
+        self._digest = ""
         self._trainer = build_trainer(
             model_dir=spec.model_dir,
             config=spec.trainer,
@@ -42,10 +43,12 @@ class TrainerActor:
         return self._trainer.step(lease.payloads, request)
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
-        return self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
+        manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
+        self._digest = manifest.digest if manifest else ""
+        return manifest
 
     def save(self, policy: PolicyVersion, directory: Path) -> None:
-        self._trainer.save_checkpoint(directory, CheckpointState(policy=policy))
+        self._trainer.save_checkpoint(directory, CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest))
 
     def load(self, directory: Path) -> PolicyVersion:
         return self._trainer.load_checkpoint(directory).policy

@@ -1,6 +1,5 @@
 """Checkpoints of a run: save, make the steps final in the store, and keep only what is still needed."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +8,7 @@ from actors.ports import TrainerPort
 from orchestrator.run_dir import RunDir, prune_weights
 from rollout.protocols import Store
 from rollout.weights import PolicyVersion
-
-
-def complete_checkpoints(run: RunDir) -> list[PolicyVersion]:
-    """Checkpoints on disk, oldest first. A directory under its final name is complete."""
-    if not run.checkpoints.is_dir():
-        return []
-    return sorted(PolicyVersion.parse(path.name) for path in run.checkpoints.iterdir() if re.fullmatch(r"e\d+-v\d+", path.name))
+from trainer.checkpoints import all_checkpoints, prune_checkpoints
 
 
 class RunCheckpoints:
@@ -34,16 +27,15 @@ class RunCheckpoints:
         """Write the checkpoint of `policy`; its steps are final once it is complete."""
         await self._trainer.save(policy, self._run.checkpoint_of(policy))
         await self._store.settle(policy)
-        for old in complete_checkpoints(self._run)[: -self._keep_last]:
-            shutil.rmtree(self._run.checkpoint_of(old))
+        prune_checkpoints(self._run.checkpoints, self._keep_last)
         self.prune(policy)
 
     def prune(self, newest: PolicyVersion) -> None:
         """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use."""
         window = self._max_staleness + 2
         recent = {newest.version - age for age in range(window)}
-        for checkpoint in complete_checkpoints(self._run):
-            recent |= {checkpoint.version - age for age in range(self._max_staleness + 1)}
+        for checkpoint in all_checkpoints(self._run.checkpoints):
+            recent |= {PolicyVersion.parse(checkpoint.name).version - age for age in range(self._max_staleness + 1)}
         on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
         prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use())
 

@@ -25,7 +25,7 @@ def run_new(config: RunConfig, default_name: str) -> None:
     inputs = check_inputs(config, prepare_model(config.model))
     run = create_run_dir(config, default_name)
     try:
-        summary = execute(config, run, inputs, reporter, resume=False)
+        summary = execute(config, run, inputs, reporter)
     finally:
         reporter.close()
     show_summary(run, summary)
@@ -40,7 +40,7 @@ def run_again(path: Path, overrides: list[str]) -> None:
     reporter = reporter_for_stdout()
     inputs = check_inputs(config, prepare_model(config.model))
     try:
-        summary = execute(config, run, inputs, reporter, resume=True)
+        summary = execute(config, run, inputs, reporter)
     finally:
         reporter.close()
     show_summary(run, summary)

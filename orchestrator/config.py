@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -190,7 +190,7 @@ def _apply_override(document: dict[str, object], override: str) -> None:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
             raise UserError(f"got --set {override!r}, but {part!r} is a value in the config, not a section")
-        node = child
+        node = cast("dict[str, object]", child)
     node[parts[-1]] = value
 
 
@@ -229,6 +229,7 @@ def _without_tags(names: Sequence[str]) -> list[str]:
     """Drop the union tags that pydantic puts into a location: `engine.vllm.dtype` -> `engine.dtype`."""
     kept: list[str] = []
     model: type[BaseModel] | None = RunConfig
+    pending: list[type[BaseModel]] = []
     for name in names:
         if model is not None and name in model.model_fields:
             kept.append(name)

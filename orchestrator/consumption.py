@@ -69,19 +69,16 @@ class Gate:
         floor = trainer_version - self.max_staleness
         for header in pool.ready.values():
             if header.newest.version > trainer_version:
-                raise ValueError(
-                    f"group {header.dispatch_id} has tokens of version {header.newest.version}, but the trainer is at {trainer_version}: versions went backwards"
-                )
+                got = f"group {header.dispatch_id} has tokens of version {header.newest.version}"
+                raise ValueError(f"{got}, but the trainer is at {trainer_version}: versions went backwards")
         stale = tuple(h for h in pool.ready.values() if self._is_stale(h, floor))
         stale_ids = {h.dispatch_id for h in stale}
         fresh = [h for h in pool.ready.values() if h.dispatch_id not in stale_ids]
         usable = [h for h in fresh if h.newest.version <= committed_version]
         candidates = self._candidates(pool, usable, stale_ids)
         if len(candidates) < self.batch_groups:
-            return Selection(
-                stale=stale,
-                waits_for=f"{self.batch_groups} groups ready in {self.order} order (have {len(candidates)}; {len(pool.running)} running, {len(pool.ready)} ready)",
-            )
+            have = f"have {len(candidates)}; {len(pool.running)} running, {len(pool.ready)} ready"
+            return Selection(stale=stale, waits_for=f"{self.batch_groups} groups ready in {self.order} order ({have})")
         batch = tuple(candidates[: self.batch_groups])
         late = self._would_become_stale(pool, batch, trainer_version) if self.policy == "wait" else []
         if late:

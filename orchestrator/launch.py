@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.ports import Fleet
-from orchestrator.checkpoints import RunCheckpoints, complete_checkpoints, export_model
+from orchestrator.checkpoints import RunCheckpoints, export_model
 from orchestrator.config import RunConfig
 from orchestrator.deadlines import Progress, within
 from orchestrator.loop import Loop, Opening
@@ -26,6 +26,7 @@ from rollout.errors import UserError
 from rollout.protocols import PromptSource
 from rollout.rewards.registry import needs_answer
 from rollout.weights import PolicyVersion
+from trainer.checkpoints import latest_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +48,18 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
 
     facts = check_model_dir(model_dir)
     wanted = config.engine.max_model_len
-    if wanted is not None and wanted > facts.max_context:
+    if wanted is not None and facts.max_context is not None and wanted > facts.max_context:
         raise UserError(
             f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; set {facts.max_context} or less"
         )
     source = build_source(config.environment, config.run.seed, needs_answer(config.reward))
-    return Inputs(model_dir=model_dir, max_context=wanted or facts.max_context, source=source)
+    max_context = wanted or facts.max_context
+    if max_context is None:
+        raise UserError(f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len")
+    return Inputs(model_dir=model_dir, max_context=max_context, source=source)
 
 
-def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, resume: bool) -> dict[str, object]:
+def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) -> dict[str, object]:
     """Run on Ray to the end and answer with the summary.
 
     Raises:
@@ -89,7 +93,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         fleet = RayFleet(spec)
         try:
             await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
-            return await drive(config, run, inputs, fleet, reporter, resume)
+            return await drive(config, run, inputs, fleet, reporter)
         finally:
             await fleet.close()
 
@@ -98,12 +102,10 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         return asyncio.run(main())
 
 
-async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, reporter: Reporter, resume: bool) -> dict[str, object]:
+async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, reporter: Reporter) -> dict[str, object]:
     """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary."""
-    saved = complete_checkpoints(run)
-    if saved and not resume:
-        raise UserError(f"{run.path} holds checkpoints; continue it with `concord resume {run.path}`")
-    policy = await fleet.trainer.load(run.checkpoint_of(saved[-1])) if saved else None
+    saved = latest_checkpoint(run.checkpoints)
+    policy = await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}") if saved else None
     recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")
     start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
     run.weights.mkdir(exist_ok=True)
@@ -120,7 +122,7 @@ async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, re
         fleet=fleet,
         replicas=replicas,
         source=inputs.source,
-        opening=Opening(recovery=recovery, manifest=manifest, policy=start),
+        opening=Opening(recovery=recovery, manifest=manifest),
         checkpoints=checkpoints,
         progress=Progress(asyncio.get_running_loop().time),
     )
@@ -151,12 +153,12 @@ async def _observe(
     summary = signals.summary(memory)
     write_summary(run, summary)
     if loop.training.policy.version >= config.run.steps:
-        export_model(run.weights_of(loop.training.policy), run.export)
+        export_model(Path(loop.training.manifest.location), run.export)
     return summary
 
 
 @contextlib.asynccontextmanager
-async def _stop_signals(loop: Loop, limit_s: float) -> AsyncIterator[None]:
+async def _stop_signals(loop: Loop, limit_s: float) -> AsyncGenerator[None]:
     """Ctrl-C and SIGTERM end the run after its step, with a checkpoint; after `limit_s`, or the second time, at once.
 
     Installed after `ray.init`, which would undo them.

@@ -37,12 +37,10 @@ from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Where the loop starts: the recovered store, the weights that the engines already serve, and the trainer's version."""
+    """Where the loop starts: the recovered store, and the trainer's weights, which the engines already serve."""
 
     recovery: Recovery
     manifest: WeightManifest
-    policy: PolicyVersion
-    """The trainer's policy; newer than `manifest` never."""
 
 
 class Loop:
@@ -99,7 +97,7 @@ class Loop:
             publisher=self.publisher,
             checkpoints=checkpoints,
             deadlines=config.deadlines,
-            start=opening.policy,
+            start=opening.manifest,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None

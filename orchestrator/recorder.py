@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,9 @@ import pyarrow.parquet as pq
 from orchestrator.metrics import COLUMNS
 from rollout.errors import ConcordError
 
-SCHEMA = pa.schema([(column, pa.float64()) for column in COLUMNS])
+arrow: Any = pa
+parquet: Any = pq
+SCHEMA: Any = arrow.schema([(column, arrow.float64()) for column in COLUMNS])
 
 
 class MetricsRecorder:
@@ -28,9 +31,9 @@ class MetricsRecorder:
         Raises:
             ConcordError: a name is not declared, or a declared one is missing.
         """
-        if row.keys() != set(COLUMNS):
+        if set(row) != set(COLUMNS):
             raise ConcordError(
-                f"metric row has undeclared {sorted(row.keys() - set(COLUMNS))} and lacks {sorted(set(COLUMNS) - row.keys())}; declare metrics "
+                f"metric row has undeclared {sorted(set(row) - set(COLUMNS))} and lacks {sorted(set(COLUMNS) - set(row))}; declare metrics "
                 "in orchestrator/metrics.py"
             )
         self._rows.append(row)
@@ -43,7 +46,7 @@ class MetricsRecorder:
             return
         path = self._directory / f"part-{self._next_part}.parquet"
         temporary = path.with_name(f".{path.name}.tmp")
-        pq.write_table(pa.Table.from_pylist(list(self._rows), schema=SCHEMA), temporary)
+        parquet.write_table(arrow.Table.from_pylist(list(self._rows), schema=SCHEMA), temporary)
         temporary.rename(path)
         self._next_part += 1
         self._rows.clear()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -40,5 +41,6 @@ def show_summary(run: RunDir, summary: Mapping[str, object]) -> None:
 
 def _cell(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_cell(v)}" for k, v in value.items()) or "none"
+        entries = cast("Mapping[str, object]", value)
+        return ", ".join(f"{k} {_cell(v)}" for k, v in entries.items()) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

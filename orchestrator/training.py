@@ -55,7 +55,7 @@ class Training:
     """Owns the trainer's version."""
 
     def __init__(
-        self, *, trainer: TrainerPort, book: Book, gate: Gate, publisher: Publisher, checkpoints: Checkpoints, deadlines: DeadlinesConfig, start: PolicyVersion
+        self, *, trainer: TrainerPort, book: Book, gate: Gate, publisher: Publisher, checkpoints: Checkpoints, deadlines: DeadlinesConfig, start: WeightManifest
     ) -> None:
         self._trainer = trainer
         self._book = book
@@ -63,10 +63,11 @@ class Training:
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._deadlines = deadlines
-        self.policy = start
+        self.policy = start.policy
+        self.manifest = start
         self.skipped = 0
         self.on_step: Callable[[StepDone], None] = lambda done: None
-        self._saved = start
+        self._saved = start.policy
 
     async def run(self, steps: int, checkpoint_every: int, stop: asyncio.Event) -> None:
         """Train up to version `steps`, or until `stop`; the last version is always checkpointed."""
@@ -125,7 +126,7 @@ class Training:
         facts = book.accounts.step(batch, report, request)
         begun = time.monotonic()
         manifest, _ = await asyncio.gather(self._publish(request.policy), self._acknowledge(batch, report, request))
-        self.policy = request.policy
+        self.policy, self.manifest = request.policy, manifest
         self._publisher.offer(manifest)
         phases.publish_s = time.monotonic() - begun
         book.accounts.trainer_busy_s += phases.train_s + phases.publish_s

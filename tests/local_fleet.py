@@ -3,12 +3,9 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
+from orchestrator.config import RunConfig
 from rollout.dispatch import Dispatch
 from rollout.engines.registry import build_engine
 from rollout.environments.registry import build_envs
@@ -24,15 +21,11 @@ from rollout.store.sqlite import SqliteStore
 from rollout.tokenizer import Tokenizer, load_tokenizer
 from rollout.trajectory import EngineTag, Reward, Trajectory
 from rollout.weights import PolicyVersion, WeightManifest
-from orchestrator.config import RunConfig
+from trainer.build import TrainerRank
+from trainer.checkpoints import CheckpointState
 from trainer.types import StepReport, StepRequest
 
 EngineWrapper = Callable[[Engine, int], Engine]
-
-
-class AnyTrainer(Protocol):
-    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport: ...
-    def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None: ...
 
 
 class LocalEnginePort:
@@ -103,7 +96,7 @@ class LocalWorkerPort:
 
 
 class LocalTrainer:
-    def __init__(self, trainer: AnyTrainer, store: SqliteStore, run_dir: Path) -> None:
+    def __init__(self, trainer: TrainerRank, store: SqliteStore, run_dir: Path) -> None:
         self.trainer = trainer
         self._store = store
         self._run_dir = run_dir
@@ -122,12 +115,10 @@ class LocalTrainer:
         return manifest
 
     async def save(self, policy: PolicyVersion, directory: Path) -> None:
-        from trainer.checkpoint_state import CheckpointState
-
-        self.trainer.save_checkpoint(directory, CheckpointState(policy=policy))  # pyright: ignore
+        self.trainer.save_checkpoint(directory, CheckpointState(policy=policy, seed=0, weights_digest=""))
 
     async def load(self, directory: Path) -> PolicyVersion:
-        return self.trainer.load_checkpoint(directory).policy  # pyright: ignore
+        return self.trainer.load_checkpoint(directory).policy
 
     async def kill(self) -> None:
         return None
@@ -136,7 +127,7 @@ class LocalTrainer:
 class LocalFleet:
     """Implements `actors.ports.Fleet`. `wrap_engine` plants a fault round an engine."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, tokenizer_dir: Path, trainer: AnyTrainer, wrap_engine: EngineWrapper | None = None) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, tokenizer_dir: Path, trainer: TrainerRank, wrap_engine: EngineWrapper | None = None) -> None:
         self._config = config
         self.store = SqliteStore(run_dir, config.store.durability)
         self.trainer = LocalTrainer(trainer, self.store, run_dir)
@@ -147,9 +138,7 @@ class LocalFleet:
 
     async def new_engine(self, slot: int) -> LocalEnginePort:
         config = self._config
-        engine = build_engine(
-            config.engine, replica=slot, seed=config.run.seed, deterministic=config.run.deterministic, sampling=config.sampling
-        )
+        engine = build_engine(config.engine, replica=slot, seed=config.run.seed, deterministic=config.run.deterministic, sampling=config.sampling)
         self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine)
         return self.engines[slot]
 

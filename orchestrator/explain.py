@@ -1,0 +1,105 @@
+"""`concord explain`: one trajectory with its tokens, versions, log-probs, reward and outcome; or the story of its dispatch."""
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.commands import prepare_model
+from orchestrator.run_dir import open_run_dir
+from rollout.errors import UserError
+from rollout.store.reader import DispatchRecord, StoreReader, open_reader
+from rollout.tokenizer import Tokenizer, load_tokenizer
+from rollout.trajectory import Trajectory, TrajectoryGroup
+from rollout.weights import PolicyVersion
+
+
+def explain_trajectory(path: Path, wanted: str) -> None:
+    """Print what is known of a trajectory or of a dispatch.
+
+    Raises:
+        UserError: the run or the id does not exist.
+    """
+    run, config = open_run_dir(path)
+    reader = open_reader(run.path)
+    try:
+        dispatch_id = reader.dispatch_of_trajectory(wanted) or wanted
+        record = reader.dispatch_record(dispatch_id)
+        if record is None:
+            raise UserError(f"run {run.path} has no trajectory or dispatch {wanted!r}; ids are in events.jsonl and look like d00000012-3 (dispatch d00000012)")
+        console = Console()
+        _show_dispatch(console, record, reader)
+        group = reader.read_group(dispatch_id)
+        if group is None:
+            console.print("no finished group: the store holds no tokens of this dispatch")
+            return
+        tokenizer = load_tokenizer(prepare_model(config.model))
+        trained = record.step
+        for index, trajectory in enumerate(group.trajectories):
+            if wanted in (dispatch_id, trajectory.trajectory_id):
+                _show_trajectory(console, group, index, tokenizer, trained, tokens=wanted == trajectory.trajectory_id)
+    finally:
+        reader.close()
+
+
+def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader) -> None:
+    dispatch, prompt = record.dispatch, record.dispatch.prompt
+    asked = prompt.text if prompt.text is not None else " | ".join(f"{m.role}: {m.content}" for m in prompt.messages)
+    console.print(
+        f"[bold]dispatch {dispatch.dispatch_id}[/bold]  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt {dispatch.attempt}), dispatched while "
+        f"{dispatch.policy.key} was committed, to replica {dispatch.replica}",
+        highlight=False,
+    )
+    console.print(f"asked [cyan]{asked!r}[/cyan], reference answer {prompt.answer!r}", highlight=False)
+    console.print(f"outcome: [bold]{_outcome(record)}[/bold]", highlight=False)
+    for event in reader.events(dispatch.dispatch_id):
+        rest = {k: v for k, v in event.items() if k not in ("number", "at_s", "kind", "dispatch_id")}
+        console.print(f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} {json.dumps(rest)}", highlight=False)
+    for annotation in reader.annotations(dispatch.dispatch_id):
+        console.print(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes", highlight=False)
+
+
+def _outcome(record: DispatchRecord) -> str:
+    if record.step is not None:
+        return f"trained in step {record.step.version} ({record.state})"
+    return f"{record.state}({record.reason}) {record.detail}" if record.reason else str(record.state)
+
+
+def _show_trajectory(console: Console, group: TrajectoryGroup, index: int, tokenizer: Tokenizer, trained: PolicyVersion | None, *, tokens: bool) -> None:
+    trajectory, reward = group.trajectories[index], group.rewards[index]
+    tag = trajectory.tag
+    parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
+    spans = ", ".join(f"{s.policy.key} [{s.start}, {s.end})" for s in trajectory.version_spans)
+    console.print(
+        f"[bold]trajectory {trajectory.trajectory_id}[/bold]  reward {reward.total:g}{parts}; {trajectory.num_sampled} of {trajectory.token_ids.size} tokens "
+        f"sampled in {trajectory.turns} turn(s), finished by {trajectory.finish_reason}; versions {spans}",
+        highlight=False,
+    )
+    console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", highlight=False)
+    if not tokens:
+        return
+    console.print(
+        f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV {tag.kv_dtype} "
+        f"({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, "
+        f"temperature {tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
+        highlight=False,
+    )
+    console.print(_token_table(trajectory, tokenizer, trained))
+
+
+def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None) -> Table:
+    table = Table()
+    for header in ("position", "id", "token", "version", "log-prob (nats)", "staleness when trained"):
+        table.add_column(header, justify="left" if header == "token" else "right")
+    versions = trajectory.token_versions()
+    for position, token in enumerate(trajectory.token_ids.tolist()):
+        text = repr(tokenizer.decode(trajectory.token_ids[position : position + 1], skip_special_tokens=False))
+        if not trajectory.sampled[position]:
+            table.add_row(str(position), str(token), text, "given", "", "")
+            continue
+        version = int(versions[position])
+        age = "" if trained is None else str(trained.version - 1 - version)
+        table.add_row(str(position), str(token), text, str(version), f"{trajectory.rollout_logprobs[position]:.6f}", age)
+    return table

@@ -1,0 +1,52 @@
+"""From a trainer's config section to one of its ranks. Imports torch only when the section asks for it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.weights import PolicyVersion, WeightManifest
+from trainer.checkpoints import CheckpointState
+from trainer.config import TrainerConfig, WeightsConfig
+from trainer.types import StepReport, StepRequest
+
+
+class TrainerRank(Protocol):
+    """One rank. Every method but `close` is collective."""
+
+    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+        """One optimizer step on encoded groups."""
+        ...
+
+    def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
+        """Write the weights as `policy`; rank 0 answers with the manifest."""
+        ...
+
+    def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
+        """Write everything that a resume needs."""
+        ...
+
+    def load_checkpoint(self, directory: Path) -> CheckpointState:
+        """Go back to a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        ...
+
+
+def build_trainer(*, model_dir: Path, config: TrainerConfig, weights: WeightsConfig, total_steps: int, seed: int, rank: int, init_method: str) -> TrainerRank:
+    """Rank `rank` of `config.ranks`, with the model of `model_dir` as version 0.
+
+    Raises:
+        UserError: the model directory or the placement cannot work.
+    """
+    if config.type == "scripted":
+        from trainer.scripted import ScriptedTrainer
+
+        return ScriptedTrainer(config, seed)
+    from trainer.policy_trainer import PolicyTrainer
+
+    return PolicyTrainer(model_dir=model_dir, config=config, weights=weights, total_steps=total_steps, seed=seed, rank=rank, init_method=init_method)
