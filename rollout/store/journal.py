@@ -79,7 +79,8 @@ class Journal:
             if not self._lagging:
                 _log.warning("%s lags behind the store from event %d on: %s; it will be caught up with", self._path, lines[0][0], error)
             self._lagging = True
-            os.ftruncate(self._file, self._size)
+            if os.fstat(self._file).st_size > self._size:
+                os.ftruncate(self._file, self._size)
             return
         self._lagging = False
         self._size += len(data)
