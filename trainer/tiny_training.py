@@ -1,0 +1,154 @@
+"""Supervised warm start of the tiny model on two-digit sums: first the task, then doubt.
+
+The model first learns right sums. Then it sees sums of which a share is wrong until its *sampled* accuracy has come down to
+the target: its best guess stays right, its samples are often not, and that gap is what reinforcement learning closes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollout.errors import UserError
+from trainer.tiny_model import EOS_ID, PAD_ID, VOCABULARY
+from trainer.tiny_optimizer import OrthogonalMomentum
+
+_PROMPT_TOKENS = 6
+_PLUS, _EQUALS, _ZERO = VOCABULARY["+"], VOCABULARY["="], VOCABULARY["0"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Constants of the warm start."""
+
+    batch: int = 128
+    matrix_rate: float = 0.035
+    other_rate: float = 5e-3
+    """AdamW's, for embeddings, norms and routers."""
+    doubt_fraction: float = 0.3
+    """Share of both rates in the second part."""
+    warmup_steps: int = 10
+    max_grad_norm: float = 1.0
+    held_out: int = 500
+    """Sums that are never trained on; accuracies are measured on them."""
+    greedy_accuracy: float = 0.93
+    """The first part ends when the best guess is right this often and samples are at least as good as the target."""
+    tolerance: float = 0.03
+    """The second part ends when the sampled accuracy is this near to the target."""
+    check_steps: int = 10
+    doubt_check_steps: int = 2
+    max_steps: int = 1500
+
+
+RECIPE = Recipe()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """What a warm start reached."""
+
+    steps: int
+    sampled_accuracy: float
+    greedy_accuracy: float
+
+    def as_dict(self) -> dict[str, float]:
+        """For a file beside the model."""
+        return asdict(self)
+
+
+def warm_start(model: PreTrainedModel, target: float, seed: int, progress: Callable[[str], None]) -> WarmStart:
+    """Train `model` in place until a sample at temperature 1 is right with probability `target`, on sums that it never saw.
+
+    Raises:
+        UserError: the target was not reached.
+    """
+    run = _Run(model, seed, progress)
+    reached = run.until(0.0, 1.0, RECIPE.check_steps, lambda at: at.greedy_accuracy >= RECIPE.greedy_accuracy and at.sampled_accuracy >= target)
+    if reached.sampled_accuracy <= target + RECIPE.tolerance:
+        return reached
+    return run.until(1 - target, RECIPE.doubt_fraction, RECIPE.doubt_check_steps, lambda at: abs(at.sampled_accuracy - target) <= RECIPE.tolerance)
+
+
+class _Run:
+    """A model in training."""
+
+    def __init__(self, model: PreTrainedModel, seed: int, progress: Callable[[str], None]) -> None:
+        self._model, self._progress = model, progress
+        self._rng = np.random.default_rng(seed)
+        pairs = self._rng.permutation(100 * 100)
+        self._held_out, self._pairs = pairs[: RECIPE.held_out], pairs[RECIPE.held_out :]
+        matrices = [parameter for name, parameter in model.named_parameters() if _is_hidden_matrix(name, parameter)]
+        chosen = {id(parameter) for parameter in matrices}
+        self._matrices = OrthogonalMomentum(matrices)
+        self._others = torch.optim.AdamW([p for p in model.parameters() if id(p) not in chosen], lr=RECIPE.other_rate, betas=(0.9, 0.98), weight_decay=0.0)
+        self._step = 0
+
+    def until(self, wrong_share: float, rate: float, check_steps: int, done: Callable[[WarmStart], bool]) -> WarmStart:
+        """Train until a check says that it is done."""
+        while self._step < RECIPE.max_steps:
+            for _ in range(check_steps):
+                self._train(wrong_share, rate)
+            reached = self._measure()
+            self._progress(f"warm start: step {reached.steps}, sampled accuracy {reached.sampled_accuracy:.2f}, greedy {reached.greedy_accuracy:.2f}")
+            if done(reached):
+                return reached
+        raise UserError(f"the warm start did not reach its target accuracy in {RECIPE.max_steps} steps; choose a lower target_accuracy or another seed")
+
+    def _train(self, wrong_share: float, rate: float) -> None:
+        self._step += 1
+        rate *= min(1.0, self._step / RECIPE.warmup_steps)
+        pairs = self._rng.choice(self._pairs, RECIPE.batch)
+        others = self._rng.integers(0, 100 * 100, RECIPE.batch)
+        sums = np.where(self._rng.random(RECIPE.batch) < wrong_share, _sums(others), _sums(pairs))
+        ids = encode(pairs, sums)
+        logits = self._answer_logits(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, _PROMPT_TOKENS:].flatten(), ignore_index=PAD_ID)
+        self._model.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), RECIPE.max_grad_norm)
+        for group in self._others.param_groups:
+            group["lr"] = RECIPE.other_rate * rate
+        self._others.step()
+        self._matrices.step(RECIPE.matrix_rate * rate)
+
+    @torch.no_grad()
+    def _measure(self) -> WarmStart:
+        """Accuracies on the held-out sums: the sampled one exactly, as the mean probability of the right answer and its end."""
+        ids = encode(self._held_out, _sums(self._held_out))
+        answer = ids[:, _PROMPT_TOKENS:]
+        logprobs = torch.log_softmax(self._answer_logits(ids), dim=-1)
+        padding = answer == PAD_ID
+        right = logprobs.gather(2, answer.unsqueeze(2)).squeeze(2).masked_fill(padding, 0.0)
+        greedy = ((logprobs.argmax(-1) == answer) | padding).all(dim=1)
+        return WarmStart(steps=self._step, sampled_accuracy=right.sum(1).exp().mean().item(), greedy_accuracy=greedy.float().mean().item())
+
+    def _answer_logits(self, ids: Tensor) -> Tensor:
+        """[B, T] ids -> [B, answer, V]: only positions that predict the answer reach the head."""
+        answer_tokens = ids.shape[1] - _PROMPT_TOKENS
+        return self._model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=answer_tokens).logits
+
+
+def encode(pairs: NDArray[np.int64], sums: NDArray[np.int64]) -> Tensor:
+    """[B] pairs (100 a + b) with the sums to show -> [B, 10] ids of `ab+cd=`, the sum's digits in reverse, the end, padding."""
+    first, second = pairs // 100, pairs % 100
+    ids = np.full((pairs.size, _PROMPT_TOKENS + 4), PAD_ID, dtype=np.int64)
+    for column, digit in ((0, first // 10), (1, first % 10), (3, second // 10), (4, second % 10)):
+        ids[:, column] = digit + _ZERO
+    ids[:, 2], ids[:, 5] = _PLUS, _EQUALS
+    length = 1 + (sums >= 10) + (sums >= 100)
+    for place in range(3):
+        ids[:, _PROMPT_TOKENS + place] = np.where(place < length, sums // 10**place % 10 + _ZERO, PAD_ID)
+    ids[np.arange(pairs.size), _PROMPT_TOKENS + length] = EOS_ID
+    return torch.from_numpy(ids)
+
+
+def _sums(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    return pairs // 100 + pairs % 100
+
+
+def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
