@@ -7,8 +7,9 @@ after the engines have drained.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 
 from orchestrator.replicas import Replica, Replicas
 from rollout.dispatch import LedgerEntry
@@ -16,6 +17,9 @@ from rollout.errors import ConcordError, WeightSyncError
 from rollout.generation import PauseMode
 from rollout.protocols import Store
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+
+MAX_TRIES = 3
+"""How often a publication is tried while all replicas that take it die of it."""
 
 
 class Publisher:
@@ -39,6 +43,7 @@ class Publisher:
         self._waiting: deque[WeightManifest] = deque()
         self._offered = asyncio.Event()
         self._joined = asyncio.Event()
+        self._held: Counter[PolicyVersion] = Counter()
         self._weights_lock = asyncio.Lock()
         self.committed = first
         """The manifest that new incarnations start on."""
@@ -62,44 +67,66 @@ class Publisher:
             while self._waiting:
                 if self.ready_to_apply is not None:
                     await self.ready_to_apply()
-                await self._publish(await self._next())
+                await self._a_replica_serves()
+                manifest = self._waiting.popleft()
+                with self._hold(manifest.policy):
+                    await self._publish(manifest)
 
-    async def _next(self) -> WeightManifest:
-        """The newest waiting manifest, once a replica is there to take it."""
+    async def _a_replica_serves(self) -> None:
         while not self._replicas.serving(self.committed.policy):
             self._joined.clear()
             await self._joined.wait()
-        return self._waiting.popleft()
 
     async def _publish(self, manifest: WeightManifest) -> None:
-        async with self._weights_lock:
-            live = self._replicas.serving(self.committed.policy)
-            answers = await asyncio.gather(*(self._update(replica, manifest) for replica in live))
-            reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
-            failures = [answer for answer in answers if isinstance(answer, str)]
-            if not reports:
-                raise WeightSyncError(f"no engine replica took over {manifest.policy.key}: {'; '.join(failures) or 'none is alive'}")
-            await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
-            self.committed = manifest
-        await self._on_commit(reports)
+        """Bring every live replica to `manifest`. Replicas that die of it come back; the manifest is then tried again, unless a newer one waits."""
+        failures: list[ConcordError] = []
+        for _ in range(MAX_TRIES):
+            async with self._weights_lock:
+                live = self._replicas.serving(self.committed.policy)
+                answers = await asyncio.gather(*(self._update(replica, manifest) for replica in live))
+                reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
+                if reports:
+                    await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
+                    self.committed = manifest
+            if reports:
+                await self._on_commit(reports)
+                return
+            failures = [answer for answer in answers if isinstance(answer, ConcordError)]
+            if any(isinstance(failure, WeightSyncError) for failure in failures):
+                break
+            await self._a_replica_serves()
+            if self._waiting and self._mode is not PauseMode.DRAIN:
+                return
+        raise WeightSyncError(f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, failures)) or 'none is alive'}")
 
-    async def _update(self, replica: Replica, manifest: WeightManifest) -> ApplyReport | str:
+    async def _update(self, replica: Replica, manifest: WeightManifest) -> ApplyReport | ConcordError:
         incarnation = replica.incarnation
         try:
             return await self._replicas.update(replica, manifest, self._mode)
         except ConcordError as error:
             if replica.incarnation == incarnation and replica.port is not None:
                 await self._on_failure(replica, str(error), (manifest.policy,))
-            return str(error)
+            return error
 
     async def restart(self, replica: Replica) -> None:
         """Start a new incarnation of a retired slot on the committed weights, and catch up with what was committed meanwhile."""
-        await self._replicas.start(replica, self.committed)
+        first = self.committed
+        with self._hold(first.policy):
+            await self._replicas.start(replica, first)
         async with self._weights_lock:
             if replica.applied != self.committed.policy:
                 await self._replicas.update(replica, self.committed, self._mode)
         self._joined.set()
 
+    @contextmanager
+    def _hold(self, policy: PolicyVersion) -> Generator[None]:
+        """Keep the weights of `policy` on disk while a replica reads them."""
+        self._held += Counter((policy,))
+        try:
+            yield
+        finally:
+            self._held -= Counter((policy,))
+
     def held(self) -> set[PolicyVersion]:
         """Policies whose published weights a replica may still ask for."""
-        return {self.committed.policy, *(manifest.policy for manifest in self._waiting)}
+        return {self.committed.policy, *(m.policy for m in self._waiting), *self._held}
