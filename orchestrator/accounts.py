@@ -62,6 +62,7 @@ class StepFacts:
     generation_s: float
     reward_s: float
     num_sampled: int
+    num_trajectories: int
 
 
 class Accounts:
@@ -159,4 +160,5 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
         generation_s=statistics.fmean(header.generation_s for header in batch),
         reward_s=statistics.fmean(header.reward_s for header in batch),
         num_sampled=tokens,
+        num_trajectories=len(everyone),
     )

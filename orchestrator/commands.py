@@ -56,15 +56,14 @@ def make_tiny(out: Path, moe: bool, seed: int) -> None:
 
 
 def prepare_model(config: ModelConfig) -> Path:
-    """The directory of the model; a tiny one is built when the cache does not hold it (in a process of its own, which keeps torch out of this one)."""
+    """The directory of the model; a tiny one comes from its cache or is built, in a process of its own, which keeps torch out of this one."""
     if isinstance(config, LocalModelConfig):
         return config.path.absolute()
-    from trainer.tiny_cache import cached_tiny, default_cache_dir
-
-    found = cached_tiny(config, default_cache_dir())
-    if found is not None:
-        return found
-    from trainer.tiny import build_tiny
-
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(build_tiny, config, default_cache_dir()).result()
+        return pool.submit(_build, config).result()
+
+
+def _build(config: TinyModelConfig) -> Path:
+    from trainer.tiny import build_tiny, default_cache_dir
+
+    return build_tiny(config, default_cache_dir())

@@ -33,7 +33,7 @@ class Signals:
             steps=self._totals.steps + 1,
             trajectories_trained=self._totals.trajectories_trained + len(report.trained_ids),
             trajectories_masked=self._totals.trajectories_masked + len(report.masked_ids),
-            trajectories_dropped=self._totals.trajectories_dropped,
+            trajectories_dropped=self._totals.trajectories_dropped + done.facts.num_trajectories - len(report.trained_ids),
         )
         return {
             **self._of_step(done),
