@@ -117,6 +117,8 @@ class StepReport:
     """Trajectories with at least one term in the loss."""
     masked_ids: frozenset[str] = field(default=frozenset())
     """Trajectories that lost some tokens, or all, to the staleness mask or a verdict."""
+    zero_variance_groups: int = 0
+    """Groups whose rewards are all alike: in the denominators, without a gradient."""
     phases_s: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): decode, pack, forward_backward, optimizer."""
     skipped: str = ""

@@ -1,0 +1,11 @@
+"""From a config of the algorithm union to its implementation: the only place that names them all."""
+
+from trainer.algorithms.grpo import Grpo
+from trainer.algorithms.rloo import Rloo
+from trainer.config import AlgorithmConfig, GrpoConfig
+from trainer.protocols import Algorithm
+
+
+def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """The algorithm that `config` names."""
+    return Grpo(config) if isinstance(config, GrpoConfig) else Rloo(config)

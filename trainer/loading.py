@@ -1,0 +1,142 @@
+"""A model directory becomes a sharded model: built on the meta device, sharded, then filled tensor by tensor. No rank ever holds the whole model."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout.errors import UserError, boundary
+from rollout.tensor_files import TensorSpan, tensor_spans, weight_files
+from trainer.config import TrainerConfig
+from trainer.policy_model import PolicyModel, refuse_a_foreign_head
+from trainer.ranks import Ranks, reshard, shard_model
+from trainer.tensor_layout import TensorLayout, TensorSource, stored_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen: bool = False) -> tuple[PolicyModel, TensorLayout]:
+    """The model of `model_dir` with float32 parameters, sharded over the ranks, without dropout. Collective.
+
+    Args:
+        frozen: no parameter takes a gradient (a reference).
+
+    Raises:
+        UserError: the directory does not hold what its config says, or the architecture is not supported.
+    """
+    model = PolicyModel(_meta_model(model_dir), config.logprob_chunk_tokens)
+    layout = TensorLayout(model.causal_lm)
+    _rebuild_transient_buffers(model.causal_lm, model.architecture)
+    model.eval().requires_grad_(not frozen)
+    if config.activation_checkpointing and not frozen:
+        model.checkpoint_activations()
+    dtype = DTYPES[config.dtype]
+    shard_model(model, ranks, dtype)
+    _fill(model, layout, model_dir, ranks)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(ranks.device), persistent=name not in _transient_names(module))
+    refuse_a_foreign_head(model, dtype, ranks.device)
+    reshard(model)
+    return model, layout
+
+
+def _meta_model(model_dir: Path) -> nn.Module:
+    with boundary(UserError, f"cannot build the model of {model_dir}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        return cast(nn.Module, AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+
+
+def _rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
+    """Compute on CPU the buffers that no checkpoint holds (rotary frequencies): the meta device gave them no values.
+
+    Raises:
+        UserError: the architecture does not say how.
+    """
+    for path, module in model.named_modules():
+        names = [name for name in _transient_names(module) if (buffer := module._buffers.get(name)) is not None and buffer.is_meta]
+        if not names:
+            continue
+        for name in names:
+            buffer = cast(Tensor, module._buffers[name])
+            missing = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min if buffer.dtype != torch.bool else False
+            module._buffers[name] = torch.full(buffer.shape, missing, dtype=buffer.dtype)
+        cast(Any, model)._init_weights(module)
+        for name in names:
+            buffer = cast(Tensor, module._buffers[name])
+            absent = buffer.isnan().any() if buffer.is_floating_point() else buffer.dtype == torch.bool or (buffer == torch.iinfo(buffer.dtype).min).any()
+            if absent:
+                raise UserError(f"{architecture}: buffer {path}.{name} is in no checkpoint and the architecture does not initialise it; use another architecture")
+
+
+def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Ranks) -> None:
+    files = {span.name: (path, span) for path in weight_files(model_dir) for span in tensor_spans(path)}
+    sources, unknown = layout.sources(files)
+    _refuse_mismatch(model, model_dir, set(sources), unknown)
+    with ExitStack() as stack:
+        opened = {path: cast(Any, stack.enter_context(safe_open(path, framework="pt"))) for path in {path for path, _ in files.values()}}
+        handles = {name: (opened[path], span) for name, (path, span) in files.items()}
+        state: dict[str, Tensor] = {}
+        filled: dict[int, nn.Parameter] = {}
+        for name, tensor in list(stored_tensors(model.causal_lm)):
+            with boundary(UserError, f"cannot load {name} from {model_dir}"):
+                values = _read(name, tensor, sources[name], layout, handles, ranks)
+            state[name] = nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            if isinstance(tensor, nn.Parameter):
+                filled[id(tensor)] = cast(nn.Parameter, state[name])
+    for name, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
+        state[name] = filled[id(parameter)]  # a tied parameter stays one object
+    model.causal_lm.load_state_dict(state, strict=True, assign=True)
+
+
+def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout, handles: dict[str, tuple[Any, TensorSpan]], ranks: Ranks) -> Tensor:
+    """This rank's rows of one tensor of the model, float32, as the kind of tensor that it replaces."""
+    shape = tuple(tensor.shape)
+    if not source.patterns and (stored := handles[source.names[0]][1].shape) != shape:
+        raise UserError(f"got shape {stored}, expected {shape} by config.json; the config and the weights belong to different models")
+    if not isinstance(tensor, DTensor):
+        return layout.assemble(name, source, lambda stored: handles[stored][0].get_tensor(stored)).to(tensor.dtype)
+    rows = -(-shape[0] // ranks.world)
+    start, end = min(ranks.rank * rows, shape[0]), min((ranks.rank + 1) * rows, shape[0])
+    if source.patterns:
+        whole = layout.assemble(name, source, lambda stored: handles[stored][0].get_tensor(stored))
+        if tuple(whole.shape) != shape:
+            raise UserError(f"its parts make shape {tuple(whole.shape)}, expected {shape} by config.json")
+        local = whole[start:end]
+    else:
+        local = handles[source.names[0]][0].get_slice(source.names[0])[start:end]
+    local = local.to(device=ranks.device, dtype=torch.float32, copy=True).contiguous()
+    return DTensor.from_local(local, ranks.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknown: tuple[str, ...]) -> None:
+    wanted = {name for name, _ in stored_tensors(model.causal_lm)}
+    missing = sorted(wanted - found)
+    if missing:
+        raise UserError(f"{model_dir} lacks {len(missing)} tensors of {model.architecture} (first {missing[0]}); copy or save the model again")
+    ignored = [str(pattern) for pattern in cast(Any, model.causal_lm)._keys_to_ignore_on_load_unexpected or ()]
+    strange = [name for name in unknown if not name.endswith("rotary_emb.inv_freq") and not _matches(name, ignored)]
+    if strange:
+        raise UserError(f"{model_dir} holds {len(strange)} tensors that {model.architecture} does not know (first {strange[0]}); config.json and weights belong to different models")
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    import re
+
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _transient_names(module: nn.Module) -> set[str]:
+    return cast(set[str], getattr(module, "_non_persistent_buffers_set", set()))
+
+
+def config_dtype(model_dir: Path) -> str:
+    """The dtype that config.json names, or the empty string."""
+    config = cast(dict[str, object], json.loads((model_dir / "config.json").read_bytes()))
+    return str(config.get("dtype") or config.get("torch_dtype") or "")

@@ -1,0 +1,173 @@
+"""One trainer rank: groups in, new weights out.
+
+    payloads -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
+
+Every method but `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.codec import decode
+from rollout.weights import Canary, PolicyVersion, WeightManifest
+from trainer.algorithms.registry import build_algorithm
+from trainer.batcher import TrainingBatch, build_batch
+from trainer.canary import canary_token_ids
+from trainer.checkpoints import CheckpointState
+from trainer.config import TrainerConfig, WeightsConfig
+from trainer.loading import DTYPES, load_policy
+from trainer.model_dir import check_model_dir
+from trainer.optimizer import OptimizerReport, PolicyOptimizer
+from trainer.packing import pack
+from trainer.policy_loss import SUMS, PolicyLoss, loss_tokens
+from trainer.publication import Publisher
+from trainer.ranks import join_ranks, leave_ranks, reshard
+from trainer.sharded_state import load_checkpoint, save_checkpoint
+from trainer.types import AuditedGroup, MicroBatch, StepReport, StepRequest, Verdict
+
+
+class PolicyTrainer:
+    """One rank of `config.ranks`, in a process of its own."""
+
+    def __init__(
+        self, *, model_dir: Path, config: TrainerConfig, weights: WeightsConfig, total_steps: int, seed: int, rank: int, init_method: str
+    ) -> None:
+        """Join the other ranks and load the model of `model_dir` as version 0.
+
+        Args:
+            total_steps: where the learning-rate schedule ends.
+            init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
+
+        Raises:
+            UserError: the model directory or the placement cannot work.
+        """
+        facts = check_model_dir(model_dir)
+        self._config = config
+        self._ranks = join_ranks(config, rank, init_method)
+        torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
+        self._model, layout = load_policy(model_dir, config, self._ranks)
+        reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+        self._algorithm = build_algorithm(config.algorithm)
+        self._loss = PolicyLoss(config.algorithm, self._algorithm, reference)
+        self._optimizer = PolicyOptimizer(self._model.parameters(), config.optimizer, self._ranks, total_steps)
+        self._publisher = Publisher(
+            self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
+        )
+        self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
+
+    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+        """One optimizer step on encoded groups; every rank gets all and takes its own share.
+
+        Raises:
+            UserError: the batch mixes sampling temperatures, or its groups do not suit the algorithm.
+        """
+        clock = _PhaseClock()
+        groups = [decode(payload) for payload in payloads]
+        clock.end("decode")
+        audited = [AuditedGroup(group=group, verdicts=(Verdict.ACCEPT,) * len(group.trajectories)) for group in groups]
+        batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation)
+        micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
+        clock.end("pack")
+        sums = self._forward_backward(micro_batches[self._ranks.rank], batch.temperature)
+        clock.end("forward_backward")
+        optimizer = self._optimizer.step(request.policy.version, withheld="" if batch.num_tokens else "no token of the batch is in the loss")
+        sums = self._ranks.sum(sums).tolist()
+        clock.end("optimizer")
+        return _report(request, batch, micro_batches, dict(zip(SUMS, sums, strict=True)), optimizer, clock)
+
+    def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
+        ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._ranks.device)
+        positions = torch.arange(ids.numel() - 1, device=self._ranks.device)
+        with torch.no_grad():
+            logprobs, _ = self._model(ids[None, :-1], positions, ids[1:], 1.0)
+        reshard(self._model)
+        return logprobs.cpu().numpy()
+
+    def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
+        """Write the current weights as a model directory named `policy`; rank 0 returns the manifest.
+
+        Raises:
+            UserError: the directory exists or cannot be written.
+        """
+        return self._publisher.publish(policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids)))
+
+    def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
+        """Write model, optimizer, random state and `state`; complete or absent.
+
+        Raises:
+            UserError: the directory exists or cannot be written.
+        """
+        save_checkpoint(directory, state, self._model, self._optimizer.adamw, self._ranks)
+
+    def load_checkpoint(self, directory: Path) -> CheckpointState:
+        """Continue from a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            UserError: it is incomplete, damaged, or of another model.
+        """
+        return load_checkpoint(directory, self._model, self._optimizer.adamw, self._ranks)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        leave_ranks()
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], temperature: float) -> Tensor:
+        """Add the gradients of this rank's micro-batches; returns the sums of `SUMS`, float64."""
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._ranks.device)
+        for micro in micro_batches:
+            loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), temperature)
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            sums += added
+        return sums
+
+
+class _PhaseClock:
+    """Seconds of consecutive phases."""
+
+    def __init__(self) -> None:
+        self._last = perf_counter()
+        self.phases: list[tuple[str, float]] = []
+
+    def end(self, phase: str) -> None:
+        now = perf_counter()
+        self.phases.append((phase, now - self._last))
+        self._last = now
+
+
+def _report(
+    request: StepRequest,
+    batch: TrainingBatch,
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    sums: dict[str, float],
+    optimizer: OptimizerReport,
+    clock: _PhaseClock,
+) -> StepReport:
+    tokens = max(1, batch.num_tokens)
+    return StepReport(
+        policy=request.policy,
+        loss=sums["loss"],
+        grad_norm=optimizer.grad_norm,
+        learning_rate=optimizer.learning_rate,
+        num_tokens=batch.num_tokens,
+        num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
+        num_micro_batches=len(micro_batches[0]),
+        policy_entropy=sums["entropy"] / tokens,
+        clip_fraction_low=sums["clipped_low"] / tokens,
+        clip_fraction_high=sums["clipped_high"] / tokens,
+        approx_kl=sums["approx_kl"] / tokens,
+        mean_abs_logprob_difference=sums["logprob_difference"] / tokens,
+        reference_kl=sums["reference_kl"] / tokens,
+        advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
+        trained_ids=frozenset(sample.trajectory_id for sample in batch.samples),
+        masked_ids=batch.masked_ids,
+        zero_variance_groups=batch.zero_variance_groups,
+        phases_s=tuple(clock.phases),
+        skipped=optimizer.skipped,
+    )

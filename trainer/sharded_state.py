@@ -1,0 +1,76 @@
+"""Model, optimizer and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from rollout.errors import ConcordError, UserError, boundary
+from trainer.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_state, state_bytes
+from trainer.durable import begin_directory, complete_directory
+from trainer.policy_model import PolicyModel
+from trainer.ranks import Ranks
+
+
+def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel, adamw: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Write a checkpoint that is complete or absent. Collective.
+
+    Raises:
+        UserError: the directory exists or cannot be written.
+        ConcordError: another rank failed.
+    """
+    temporary = directory.with_name(f".partial-{directory.name}")
+    _together(ranks, lambda: begin_directory(directory) if ranks.first else None)
+    with boundary(UserError, f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
+        dcp.save(_tensors(model, adamw), checkpoint_id=temporary / TENSORS_NAME)
+        (temporary / _rng_name(ranks.rank)).write_text(json.dumps(torch.get_rng_state().tolist()))
+    ranks.agree()
+    _together(ranks, lambda: _complete(temporary, directory, state) if ranks.first else None)
+
+
+def load_checkpoint(directory: Path, model: PolicyModel, adamw: torch.optim.Optimizer, ranks: Ranks) -> CheckpointState:
+    """Put model, optimizer and random state back. A rank that had no counterpart when it was saved keeps the random state it started with. Collective.
+
+    Raises:
+        UserError: the checkpoint is missing, incomplete, or of another model.
+    """
+    state = read_state(directory)
+    tensors = _tensors(model, adamw)
+    with boundary(UserError, f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
+        dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
+        set_state_dict(model, adamw, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+        random_state = directory / _rng_name(ranks.rank)
+        if random_state.is_file():
+            torch.set_rng_state(torch.tensor(json.loads(random_state.read_bytes()), dtype=torch.uint8))
+    return state
+
+
+def _tensors(model: PolicyModel, adamw: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, adamw)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _complete(temporary: Path, directory: Path, state: CheckpointState) -> None:
+    with boundary(UserError, f"cannot write checkpoint {directory}"):
+        (temporary / STATE_NAME).write_bytes(state_bytes(state))
+    complete_directory(temporary, directory)
+
+
+def _together(ranks: Ranks, act: Any) -> None:  # noqa: ANN401
+    """Do something on this rank and learn whether it worked on all."""
+    try:
+        act()
+    except ConcordError as error:
+        if ranks.world > 1:
+            ranks.agree(str(error))
+        raise
+    ranks.agree()
+
+
+def _rng_name(rank: int) -> str:
+    return f"random-{rank}.json"
+
+
