@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import ClassVar
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -18,7 +17,7 @@ from rollout.prompts import Message
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the policy's words for masking; rendering passes its body through."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - declared by Jinja as it is
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)

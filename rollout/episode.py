@@ -6,7 +6,7 @@ the group. Deadlines are the caller's: it cancels, and what runs on the engine i
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Protocol
 
 from rollout.dispatch import Dispatch, FailReason
@@ -18,6 +18,8 @@ from rollout.protocols import Engine, Env
 from rollout.rewards.errors import RewardInvalid
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import EngineTag, Reward, Trajectory, TrajectoryGroup
+
+_FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
 class Judge(Protocol):
@@ -63,7 +65,7 @@ async def run_group(
         prompt_id=dispatch.prompt.prompt_id,
         pass_index=dispatch.prompt.pass_index,
         environment=envs[0].name,
-        trajectories=tuple(replace(t, timings=replace(t.timings, reward_s=reward_s)) for t in trajectories),
+        trajectories=tuple(_timed(trajectory, reward_s) for trajectory in trajectories),
         rewards=rewards,
     )
 
@@ -76,3 +78,12 @@ async def _judged(dispatch: Dispatch, score: Judge, trajectories: Sequence[Traje
         if len(rewards) != len(trajectories):
             raise RewardInvalid(f"got {len(rewards)} rewards for {len(trajectories)} trajectories; expected one each")
     return rewards, time.perf_counter() - started_s
+
+
+def _timed(trajectory: Trajectory, reward_s: float) -> Trajectory:
+    """A copy that knows how long its reward took. Not `replace`, which would check the same arrays a second time."""
+    timed = object.__new__(Trajectory)
+    for name in _FIELDS:
+        object.__setattr__(timed, name, getattr(trajectory, name))
+    object.__setattr__(timed, "timings", replace(trajectory.timings, reward_s=reward_s))
+    return timed

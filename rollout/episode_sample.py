@@ -14,6 +14,10 @@ from rollout.trajectory import FinishReason, RoutingTrace, VersionSpan
 from rollout.weights import PolicyVersion
 
 
+class BadAnswer(EngineError):
+    """What an engine answered breaks the terms of the request."""
+
+
 class GrowingSample:
     """Owned by one episode. `add` takes an engine's chunks, `give` the environment's tokens; the arrays are made at the end."""
 
@@ -30,19 +34,19 @@ class GrowingSample:
         self._sampled: list[tuple[int, NDArray[np.float32]]] = []
         self._spans: list[tuple[PolicyVersion, int, int]] = []
         self._routing: list[RoutingTrace] = []
-        self._turn_start = self.length
+        self._turn_start, self._turn_piece = self.length, 1
 
     def add(self, chunk: TokenChunk, request: GenerationRequest, turn: int) -> bool:
         """Take a chunk of turn `turn` (from 0), which `request` asked for; True when it ends the turn.
 
         Raises:
-            EngineError: the chunk does not belong here, or the turn that it ends breaks the request's terms.
+            BadAnswer: the chunk does not belong here, or the turn that it ends breaks the request's terms.
         """
         if self.turns != turn:
-            raise EngineError(f"sample {chunk.sample_index} went on after its finish reason; expected the reason on its last chunk only")
+            raise BadAnswer(f"sample {chunk.sample_index} went on after its finish reason; expected the reason on its last chunk only")
         if chunk.token_ids.dtype != np.int32 or chunk.logprobs.dtype != np.float32:
             got = f"{chunk.token_ids.dtype} ids and {chunk.logprobs.dtype} log-probs"
-            raise EngineError(f"sample {chunk.sample_index} came as {got}; expected int32 and float32")
+            raise BadAnswer(f"sample {chunk.sample_index} came as {got}; expected int32 and float32")
         count = chunk.token_ids.size
         if count:
             self._append(chunk, count)
@@ -59,7 +63,7 @@ class GrowingSample:
         """Append the environment's tokens; a new turn starts behind them."""
         self._ids.append(token_ids)
         self.length += token_ids.size
-        self._turn_start = self.length
+        self._turn_start, self._turn_piece = self.length, len(self._ids)
         self.finish_reason = None
 
     def cut_off(self) -> None:
@@ -72,7 +76,7 @@ class GrowingSample:
 
     def turn_ids(self) -> NDArray[np.int32]:
         """[n] tokens sampled in the newest turn."""
-        return self.token_ids()[self._turn_start :]
+        return np.concatenate(self._ids[self._turn_piece :])
 
     def sampled_mask(self) -> NDArray[np.bool_]:
         """[length] True where the policy chose the token."""
@@ -110,13 +114,13 @@ class GrowingSample:
     def _check_turn(self, chunk: TokenChunk, request: GenerationRequest) -> None:
         index, count, limit = chunk.sample_index, self.length - self._turn_start, request.sampling.max_new_tokens
         if chunk.finish_reason is FinishReason.ABORT:
-            raise EngineError(f"sample {index} was aborted after {count} tokens; expected it to finish")
+            raise BadAnswer(f"sample {index} was aborted after {count} tokens; expected it to finish")
         if not 0 < count <= limit:
-            raise EngineError(f"sample {index} ended with {count} tokens; expected 1 to {limit}")
+            raise BadAnswer(f"sample {index} ended with {count} tokens; expected 1 to {limit}")
         last = int(self._ids[-1][-1])
         if chunk.finish_reason is FinishReason.STOP and last not in request.eos_ids:
             got = f"sample {index} stopped, but its last token {last} is none of the end tokens {request.eos_ids}"
-            raise EngineError(f"{got}; the engine must return the token that stopped it")
+            raise BadAnswer(f"{got}; the engine must return the token that stopped it")
 
 
 def _merged_routing(parts: Sequence[RoutingTrace], rows: int) -> RoutingTrace:

@@ -6,7 +6,7 @@ for all samples; later turns are one request a sample, which sends exactly the i
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.dispatch import Dispatch, FailReason
+from rollout.environments.single_turn import SingleTurnEnv
 from rollout.episode_failure import EpisodeFailure, failing_as
-from rollout.episode_sample import GrowingSample
+from rollout.episode_sample import BadAnswer, GrowingSample
 from rollout.errors import ConcordError, EngineError, EnvironmentFailure, boundary
-from rollout.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.generation import GenerationRequest, SamplingParams
 from rollout.protocols import Engine, Env
 from rollout.sampling_keys import sampling_key
 from rollout.trajectory import EngineTag, FinishReason, Timings, Trajectory
@@ -51,8 +52,6 @@ class Episode:
         """
         self._dispatch, self._engine, self._envs, self._tag, self._eos_ids, self._settings = dispatch, engine, envs, tag, eos_ids, settings
         self._started_at_s, self._started_s = time.time(), time.perf_counter()
-        self._running: set[str] = set()
-        """Requests that the engine may still be serving."""
         prompt_ids = self._shared_prompt()
         self._samples = [GrowingSample(prompt_ids) for _ in envs]
 
@@ -63,14 +62,14 @@ class Episode:
             EpisodeFailure: engine or environment failed.
         """
         request = self._request(f"{self._dispatch.dispatch_id}:0", self._samples[0], range(len(self._samples)), turn=0)
+        if all(isinstance(env, SingleTurnEnv) for env in self._envs):
+            await self._turn(request, self._samples, 0, None)
+            return
         try:
             async with asyncio.TaskGroup() as later_turns:
-                async for index in self._turn(request, self._samples, turn=0):
-                    later_turns.create_task(self._go_on(index))
+                await self._turn(request, self._samples, 0, later_turns)
         except BaseExceptionGroup as failures:
             raise _first_failure(failures) from failures
-        finally:
-            await self._abort_running()
 
     def trajectories(self) -> list[Trajectory]:
         """The finished samples, in order.
@@ -121,38 +120,27 @@ class Episode:
         ids, count = sample.token_ids(), len(indices)
         return GenerationRequest(request_id=request_id, prompt_ids=ids, num_samples=count, sampling=sampling, eos_ids=self._eos_ids, seeds=seeds)
 
-    async def _turn(self, request: GenerationRequest, samples: Sequence[GrowingSample], turn: int) -> AsyncIterator[int]:
-        """Serve one request; yields the place in `samples` of each sample whose turn ends."""
-        context = f"request {request.request_id} on replica {self._tag.replica}"
-        async for chunk in self._chunks(request, context):
-            with failing_as(FailReason.ENGINE, EngineError, context):
-                if chunk.request_id != request.request_id or not 0 <= chunk.sample_index < len(samples):
-                    raise EngineError(f"got sample {chunk.sample_index} of request {chunk.request_id}; expected samples 0 to {len(samples) - 1} of its own")
-                sample = samples[chunk.sample_index]
-                ended = sample.add(chunk, request, turn)
-            if ended:
-                sample.ended_at_s = time.perf_counter()
-                yield chunk.sample_index
-        unfinished = [index for index, sample in enumerate(samples) if sample.turns <= turn]
-        if unfinished:
-            got = f"the answer ended without a finish reason for samples {unfinished} of {len(samples)}"
-            raise EpisodeFailure(FailReason.ENGINE, f"{context}: {got}; expected all to finish")
+    async def _turn(self, request: GenerationRequest, samples: Sequence[GrowingSample], turn: int, later_turns: asyncio.TaskGroup | None) -> None:
+        """Serve one request. With `later_turns`, a sample that ends its turn goes on there.
 
-    async def _chunks(self, request: GenerationRequest, context: str) -> AsyncIterator[TokenChunk]:
-        """What the engine answers. A request that the engine itself failed is no longer ours to abort: its id may belong to an episode that was first."""
-        self._running.add(request.request_id)
-        stream = self._engine.generate(request)
-        while True:
+        A request that the engine itself failed is not aborted: its id may be that of a request which was first and is still running.
+        """
+        with failing_as(FailReason.ENGINE, EngineError, f"request {request.request_id} on replica {self._tag.replica}"):
             try:
-                with failing_as(FailReason.ENGINE, EngineError, context):
-                    chunk = await anext(stream, None)
-            except EpisodeFailure:
-                self._running.discard(request.request_id)
+                async for chunk in self._engine.generate(request):
+                    if chunk.request_id != request.request_id or not 0 <= chunk.sample_index < len(samples):
+                        raise BadAnswer(f"got sample {chunk.sample_index} of request {chunk.request_id}; expected samples 0 to {len(samples) - 1} of its own")
+                    sample = samples[chunk.sample_index]
+                    if sample.add(chunk, request, turn):
+                        sample.ended_at_s = time.perf_counter()
+                        if later_turns is not None:
+                            later_turns.create_task(self._go_on(chunk.sample_index))
+            except (BadAnswer, asyncio.CancelledError):
+                await self._abort(request.request_id)
                 raise
-            if chunk is None:
-                self._running.discard(request.request_id)
-                return
-            yield chunk
+            unfinished = [index for index, sample in enumerate(samples) if sample.turns <= turn]
+            if unfinished:
+                raise BadAnswer(f"the answer ended without a finish reason for samples {unfinished} of {len(samples)}; expected all to finish")
 
     async def _go_on(self, index: int) -> None:
         """The later turns of one sample: as long as it stops by itself, its environment replies, and the context has room."""
@@ -167,8 +155,7 @@ class Episode:
             sample.give(reply)
             turn = sample.turns
             request = self._request(f"{self._dispatch.dispatch_id}:{turn}:{index}", sample, (index,), turn)
-            async for _ in self._turn(request, (sample,), turn):
-                pass
+            await self._turn(request, (sample,), turn, None)
 
     async def _reply(self, index: int, sample: GrowingSample) -> NDArray[np.int32] | None:
         env = self._envs[index]
@@ -178,12 +165,11 @@ class Episode:
                 _check_given(reply, "a reply")
             return reply
 
-    async def _abort_running(self) -> None:
+    async def _abort(self, request_id: str) -> None:
         """Best effort: the error that brought us here is the one to report, and an engine that cannot abort is found out by its health check."""
-        for request_id in self._running:
-            with suppress(ConcordError), boundary(EngineError, f"abort of {request_id}"):
-                async with asyncio.timeout(_ABORT_DEADLINE_S):
-                    await self._engine.abort(request_id)
+        with suppress(ConcordError), boundary(EngineError, f"abort of {request_id}"):
+            async with asyncio.timeout(_ABORT_DEADLINE_S):
+                await self._engine.abort(request_id)
 
 
 def _check_given(token_ids: NDArray[np.int32], what: str) -> None:

@@ -25,7 +25,8 @@ class ArithmeticSource:
         if config.digits > _MOST_DIGITS:
             raise UserError(f"got environment.digits = {config.digits}; expected at most {_MOST_DIGITS}")
         if config.prompts > 100**config.digits:
-            raise UserError(f"got environment.prompts = {config.prompts}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or raise digits")
+            possible = f"operands of {config.digits} digits make {100**config.digits} sums"
+            raise UserError(f"got environment.prompts = {config.prompts}, but {possible}; lower prompts or raise digits")
         self._digits = config.digits
         self._operands = _distinct_pairs(config.prompts, 10**config.digits, seed)
         self._order = PassOrder(config.prompts, seed, shuffle=True)

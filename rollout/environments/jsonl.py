@@ -3,13 +3,18 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from rollout.config import JsonlConfig
 from rollout.environments.order import PassOrder
 from rollout.environments.rows import TaskRow, parse_row
 from rollout.errors import UserError, boundary
 from rollout.prompts import Prompt, PromptCursor
+
+
+class _Table(Protocol):
+    def to_pylist(self) -> list[dict[str, object]]: ...
+
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 
@@ -31,7 +36,8 @@ class JsonlSource:
         for number, (place, row) in enumerate(_read(config.path)):
             task = parse_row(row, number, place, config, require_answer)
             if task.prompt_id in places:
-                raise UserError(f"{place}: id {task.prompt_id!r} was already used at {places[task.prompt_id]}; ids must be unique: correct them, or set environment.id_key to another column")
+                taken = f"{place}: id {task.prompt_id!r} was already used at {places[task.prompt_id]}"
+                raise UserError(f"{taken}; ids must be unique: correct them, or set environment.id_key to another column")
             places[task.prompt_id] = place
             self._rows.append(task)
         if not self._rows:
@@ -87,6 +93,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     from pyarrow import parquet
 
     with boundary(UserError, f"cannot read {path} as Parquet"):
-        rows = cast(list[dict[str, object]], parquet.read_table(path).to_pylist())
+        table = cast("_Table", parquet.read_table(path))  # pyright: ignore[reportUnknownMemberType] - pyarrow has no types
+        rows = table.to_pylist()
     for number, row in enumerate(rows):
         yield f"{path}, row {number} (from 0)", row

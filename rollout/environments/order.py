@@ -52,7 +52,9 @@ class PassOrder:
             raise ValueError(f"got count {count}; expected 0 or more prompts")
         pass_index, index = cursor.pass_index, cursor.index
         if pass_index < 0 or not 0 <= index <= self.size:
-            raise UserError(f"the run stands at prompt {index} of pass {pass_index}, but a pass has {self.size} prompts; resume with the prompts that the run started with")
+            raise UserError(
+                f"the run stands at prompt {index} of pass {pass_index}, but a pass has {self.size} prompts; resume with the prompts that the run started with"
+            )
         prompts: list[Prompt] = []
         while len(prompts) < count:
             take = min(count - len(prompts), self.size - index)

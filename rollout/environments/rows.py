@@ -56,7 +56,8 @@ def _task(present: Mapping[str, object], place: str, config: JsonlConfig) -> tup
     """(text, ()) or (None, messages)."""
     keys = {key for key in (config.prompt_key, config.messages_key) if key in present}
     if not keys:
-        raise UserError(f"{place}: neither {config.prompt_key!r} nor {config.messages_key!r}; {_found(present)}. Set environment.prompt_key or environment.messages_key")
+        missing = f"{place}: neither {config.prompt_key!r} nor {config.messages_key!r}; {_found(present)}"
+        raise UserError(f"{missing}. Set environment.prompt_key or environment.messages_key")
     if len(keys) == 2:
         raise UserError(f"{place}: both {config.prompt_key!r} and {config.messages_key!r}; give one of them")
     key = keys.pop()
@@ -70,7 +71,8 @@ def _task(present: Mapping[str, object], place: str, config: JsonlConfig) -> tup
     if not value:
         raise UserError(f"{place}: {key!r} is empty; a prompt needs at least one character")
     if config.system_prompt is not None:
-        raise UserError(f"{place}: a raw prompt, but environment.system_prompt is set; give {config.messages_key!r} instead of {key!r}, or leave system_prompt out")
+        cure = f"give {config.messages_key!r} instead of {key!r}, or leave system_prompt out"
+        raise UserError(f"{place}: a raw prompt, but environment.system_prompt is set; {cure}")
     return value, ()
 
 
@@ -85,7 +87,7 @@ def _message(entry: object, place: str) -> Message:
     role, content = fields.get("role"), fields.get("content")
     unknown = sorted(name for name, field in fields.items() if name not in ("role", "content") and field is not None)
     if not isinstance(role, str) or not role or not isinstance(content, str) or unknown:
-        raise UserError(f'{place} is {_shown(entry)}; expected {{"role": "user", "content": "..."}} with two strings and no further keys')
+        raise UserError(f'{place} is {_shown(cast(object, entry))}; expected {{"role": "user", "content": "..."}} with two strings and no further keys')
     return Message(role=role, content=content)
 
 
@@ -101,9 +103,7 @@ def _scalar_text(value: object, key: str, place: str) -> str:
 def _metadata_text(value: object) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, bool | int | float | list | dict):
-        return canonical_json(value).decode()
-    return str(value)
+    return canonical_json(cast(object, value)).decode() if isinstance(value, bool | int | float | list | dict) else str(value)
 
 
 def _found(present: Mapping[str, object]) -> str:

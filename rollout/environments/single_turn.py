@@ -30,7 +30,8 @@ class SingleTurnEnv:
 def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer, apply_chat_template: bool) -> NDArray[np.int32]:
     """[P] ids of a prompt, read-only.
 
-    Messages go through the chat template. A raw prompt becomes one user message where the tokenizer has a template and `apply_chat_template` is set; else it is encoded as it is.
+    Messages go through the chat template. A raw prompt becomes one user message where the tokenizer has a template and
+    `apply_chat_template` is set; else it is encoded as it is.
 
     Raises:
         UserError: messages without a chat template, a prompt without tokens, or two beginning-of-sequence tokens in front.
@@ -44,6 +45,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer, apply_chat_template: boo
     if ids.size == 0:
         raise UserError(f"prompt {prompt.prompt_id} has no tokens; expected at least one")
     if tokenizer.bos_id is not None and ids.size > 1 and ids[0] == ids[1] == tokenizer.bos_id:
-        raise UserError(f"prompt {prompt.prompt_id} starts with two beginning-of-sequence tokens ({tokenizer.bos_id}); take the written one out of the prompt or the template")
+        doubled = f"prompt {prompt.prompt_id} starts with two beginning-of-sequence tokens ({tokenizer.bos_id})"
+        raise UserError(f"{doubled}; take the written one out of the prompt or the template")
     ids.setflags(write=False)
     return ids

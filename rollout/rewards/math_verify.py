@@ -5,9 +5,13 @@ The library's own time limits are signals, which work in a main thread only; the
 
 import logging
 from functools import lru_cache
+from typing import TYPE_CHECKING, cast
 
 from rollout.prompts import Prompt
 from rollout.trajectory import Reward, Trajectory
+
+if TYPE_CHECKING:
+    from sympy import Basic, MatrixBase
 
 _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 
@@ -30,12 +34,13 @@ class MathVerify:
         if not wanted:
             raise ValueError(f"math-verify finds no mathematics in the answer {prompt.answer!r} of prompt {prompt.prompt_id}")
         got = _parsed(completion)
-        return Reward(total=float(bool(got) and verify(list(wanted), list(got), timeout_seconds=None)))
+        return Reward(total=float(bool(got) and verify(list(wanted), list(got), timeout_seconds=0)))
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> tuple[object, ...]:
+def _parsed(text: str) -> "tuple[Basic | MatrixBase | str, ...]":
     """What the library extracts; cached, since a group shares its answer and often its completions."""
     from math_verify import parse
 
-    return tuple(parse(text, parsing_timeout=None))
+    found = cast("list[Basic | MatrixBase | str]", parse(text, parsing_timeout=0))
+    return tuple(found)

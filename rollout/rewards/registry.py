@@ -26,5 +26,8 @@ def needs_answer(config: RewardConfig) -> bool:
 
 
 def needs_text(function: RewardFunction) -> bool:
-    """Whether the function looks at the completion's text. One that judges token ids sets the attribute `needs_text = False`, is given an empty text, and saves the decoding."""
+    """Whether the function looks at the completion's text.
+
+    One that judges token ids sets its attribute `needs_text = False`, is given an empty text, and saves the decoding.
+    """
     return bool(getattr(function, "needs_text", True))
