@@ -7,7 +7,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,10 +144,10 @@ def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
     if "max_model_len" in text and ("greater than the derived" in text or "larger than" in text) and "KV cache" not in text:
         return UserError(f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({told}); lower it or leave it out")
     if "KV cache" in text or "kv cache" in text or "cache blocks" in text:
-        knob = f"engine.kv_cache_gib (now {config.kv_cache_gib}; on GPU engine.gpu_memory_utilization, now {config.gpu_memory_utilization})"
-        return UserError(f"the KV cache does not fit: {told}; change {knob} or lower engine.max_model_len (now {config.max_model_len or 'the model`s own'})")
+        knobs = f"engine.kv_cache_gib = {config.kv_cache_gib} (on GPU: engine.gpu_memory_utilization = {config.gpu_memory_utilization})"
+        return UserError(f"the KV cache does not fit: {told}; change {knobs}, or lower engine.max_model_len")
     if "out of memory" in text.lower() or "MemoryError" in text or "can't allocate memory" in text:
-        return EngineError(f"vLLM ran out of memory while starting: {told}; lower engine.kv_cache_gib or engine.max_num_seqs, or give the replica a larger machine")
+        return EngineError(f"vLLM ran out of memory while starting: {told}; lower engine.kv_cache_gib or engine.max_num_seqs, or give it a larger machine")
     return EngineError(f"vLLM did not start: {told}")
 
 
@@ -169,18 +169,17 @@ def _log_config(scratch: Path, log: Path) -> Path:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
+def _environment(variables: Mapping[str, str | None]) -> Generator[None]:
+    """Apply `variables`; afterwards the environment is as before, also where vLLM itself changed it for its children (LD_PRELOAD, ...)."""
+    before = dict(os.environ)
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
 
+Policies = Mapping[str, PolicyVersion]
+"""Every policy that an engine has served, by label."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -78,10 +80,10 @@ def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
         UserError: there is one.
     """
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise UserError(f"{what}: token ids reach from {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the tokenizer that belongs to it")
+        raise UserError(f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the tokenizer that belongs to it")
 
 
-def chunks_of(request_id: str, part: Part, output: "RequestOutput", policies: Mapping[str, PolicyVersion], now: PolicyVersion) -> list[TokenChunk]:
+def chunks_of(request_id: str, part: Part, output: "RequestOutput", policies: Policies, now: PolicyVersion) -> list[TokenChunk]:
     """The chunks of one finished vLLM request.
 
     Args:
@@ -97,7 +99,17 @@ def chunks_of(request_id: str, part: Part, output: "RequestOutput", policies: Ma
     return [chunk for completion in output.outputs for chunk in _chunks(request_id, part.first_sample + completion.index, completion, policies, now)]
 
 
-def _chunks(request_id: str, sample: int, completion: "CompletionOutput", policies: Mapping[str, PolicyVersion], now: PolicyVersion) -> list[TokenChunk]:
+def aborted_chunks(request_id: str, part: Part, now: PolicyVersion) -> list[TokenChunk]:
+    """Empty samples of a part that was aborted before it was asked."""
+    ids, logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    samples = range(part.first_sample, part.first_sample + part.params.n)
+    return [
+        TokenChunk(request_id=request_id, sample_index=sample, token_ids=ids, logprobs=logprobs, policy=now, finish_reason=FinishReason.ABORT)
+        for sample in samples
+    ]
+
+
+def _chunks(request_id: str, sample: int, completion: "CompletionOutput", policies: Policies, now: PolicyVersion) -> list[TokenChunk]:
     what = f"request {request_id}, sample {sample}"
     finish = _FINISH.get(completion.finish_reason or "")
     if finish is None:
@@ -120,13 +132,14 @@ def _chunks(request_id: str, sample: int, completion: "CompletionOutput", polici
     ]
 
 
-def _spans(completion: "CompletionOutput", num_tokens: int, policies: Mapping[str, PolicyVersion], what: str) -> list[tuple[PolicyVersion, int, int]]:
+def _spans(completion: "CompletionOutput", num_tokens: int, policies: Policies, what: str) -> list[tuple[PolicyVersion, int, int]]:
     spans: list[tuple[PolicyVersion, int, int]] = []
     position = 0
     for span in completion.weight_versions or ():
         policy = policies.get(span.version)
         if policy is None:
-            raise EngineError(f"{what}: tokens {span.start} to {span.end} carry the label {span.version!r}; this engine has served {', '.join(sorted(policies))}")
+            served = ", ".join(sorted(policies))
+            raise EngineError(f"{what}: tokens {span.start} to {span.end} carry the label {span.version!r}; this engine has served {served}")
         if span.start != position or span.end <= position:
             raise EngineError(f"{what}: version spans {completion.weight_versions} leave a gap or overlap at token {position}")
         spans.append((policy, span.start, span.end))
