@@ -9,7 +9,7 @@ from contracts.source_tree import ROOT, Definition, repository_files, room_modul
 
 EXAMPLES = [path for path in repository_files() if path.parts[0] == "examples" and path.suffix == ".toml"]
 REGISTRIES = tuple(f"{name}.org" for name in ("pypi", "pythonhosted", "npmjs", "download.pytorch", "anaconda"))
-MACHINE_PATHS = re.compile(r"(?<![\w.$)}/-])/(work|root|home|opt/(wheels|pypi))(?=[/\s\"'`,;)]|$)|\.\./shared\b", re.MULTILINE)
+MACHINE_PATHS = re.compile(r"(?<![\w.$)}/-])/(work|root|opt/(wheels|pypi))(?=[/\s\"'`,;)]|$)|\.\./shared\b", re.MULTILINE)
 TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".sh", ".yaml", ".yml", ".json", ".cfg", ".txt", ".html", ".css", ".js"}
 
 
