@@ -32,7 +32,7 @@ def tiny_architecture(config: TinyModelConfig) -> PreTrainedModel:
         "dtype": "float32",
     }
     if config.moe:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": []}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 

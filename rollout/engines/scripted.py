@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,46 +17,14 @@ from numpy.typing import NDArray
 from rollout.config import ScriptedConfig
 from rollout.digests import manifest_digest
 from rollout.engines.identity import EngineIdentity
-from rollout.engines.sampling_keys import sample_keys
-from rollout.engines.scripted_clock import Clock, LoopClock, Timer
-from rollout.engines.scripted_draws import ScriptedDraws, draw_bits
-from rollout.errors import EngineError, UserError
+from rollout.engines.scripted_clock import Clock, LoopClock
+from rollout.engines.scripted_samples import SampleScript, ScriptedRequest, ScriptedSample
+from rollout.errors import EngineError
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.manifest import digest_directory
 from rollout.protocols import EngineLoad
 from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics
-from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
-
-
-@dataclass(slots=True, eq=False)
-class _Sample:
-    """One sample on its way through a slot."""
-
-    request: "_Request"
-    index: int
-    bits: int
-    """Its draws."""
-    first: int
-    """Tokens that it had before this request (`resume_from`)."""
-    length: int
-    """Tokens of the whole sample."""
-    latency_s: float
-    elapsed_s: float = 0.0
-    """Time spent in a slot before the newest start."""
-    started_s: float | None = None
-    """When it last started; None while it waits or is frozen."""
-    done: int = 0
-    """Tokens sampled under policies that are in `spans`."""
-    spans: list[tuple[PolicyVersion, int, int]] = field(default_factory=list[tuple[PolicyVersion, int, int]])
-    timer: Timer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    request: GenerationRequest
-    samples: list[_Sample]
-    chunks: asyncio.Queue[list[TokenChunk]]
-    """One entry a finished sample."""
-    live: int
+from rollout.weights import ApplyReport, WeightManifest
 
 
 class ScriptedEngine:
@@ -72,14 +39,14 @@ class ScriptedEngine:
             clock: the event loop's by default.
             shortest: samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token; None: all have `max_new_tokens`.
         """
-        self._config, self._identity, self._shortest = config, identity, shortest
+        self._config, self._identity = config, identity
         self._clock: Clock = clock or LoopClock()
-        self._draws = ScriptedDraws(config.vocab_size, config.latency_mean_s, config.latency_sigma)
+        self._script = SampleScript(config, identity, shortest)
         self._manifest: WeightManifest | None = None
         self._digest = ""
-        self._requests: dict[str, _Request] = {}
-        self._waiting: deque[_Sample] = deque()
-        self._occupied: set[_Sample] = set()
+        self._requests: dict[str, ScriptedRequest] = {}
+        self._waiting: deque[ScriptedSample] = deque()
+        self._occupied: set[ScriptedSample] = set()
         self._paused_at_s: float | None = None
         self._pause_mode = PauseMode.RECOMPUTE
         self._draining: set[str] = set()
@@ -121,7 +88,7 @@ class ScriptedEngine:
         if np.array_equal(canary.token_ids, token_ids):
             return canary.logprobs.copy()
         key = int.from_bytes(hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little")
-        return self._draws.logprobs(draw_bits(key), 0, token_ids.size - 1).copy()
+        return self._script.score(key, token_ids.size - 1)
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze running samples, or for DRAIN let all accepted requests finish. A second pause changes nothing."""
@@ -218,11 +185,12 @@ class ScriptedEngine:
         policy = self._served().policy
         if request.request_id in self._requests:
             raise EngineError(f"request {request.request_id} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
-        record = self._record(request, first)
+        record = self._script.begin(request, first)
         if self._paused_at_s is None and not self._config.latency_mean_s:
             for sample in record.samples:
                 sample.spans.append((policy, first, sample.length))
-                for chunk in self._chunks(sample, None):
+                self._generated_tokens += sample.length - first
+                for chunk in self._script.chunks(sample, None):
                     yield chunk
             return
         self._requests[request.request_id] = record
@@ -238,51 +206,13 @@ class ScriptedEngine:
         finally:
             self._forget(record)
 
-    def _record(self, request: GenerationRequest, first: int) -> _Request:
-        longest = request.sampling.max_new_tokens
-        if self._config.max_model_len is not None:
-            longest = min(longest, self._config.max_model_len - request.prompt_ids.size)
-        if longest <= first:
-            raise UserError(
-                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave no room for a token"
-                f" (max_new_tokens {request.sampling.max_new_tokens}, context {self._config.max_model_len}); shorten the prompt or raise the limits"
-            )
-        record = _Request(request, [], asyncio.Queue(), request.num_samples)
-        for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
-            shortest = longest if self._shortest is None or request.sampling.ignore_eos else min(longest, max(self._shortest, first + 1))
-            bits = draw_bits(key)
-            length = longest if shortest == longest else self._draws.length(bits, shortest, longest)
-            latency_s = self._draws.latency_s(bits) * (length - first) / length if self._config.latency_mean_s else 0.0
-            record.samples.append(_Sample(record, index, bits, first, length, latency_s, done=first))
-        return record
-
-    def _chunks(self, sample: _Sample, finish: FinishReason | None) -> list[TokenChunk]:
-        """One chunk a span; `finish` None lets the length decide."""
-        request = sample.request.request
-        full = request.sampling.max_new_tokens
-        if self._config.max_model_len is not None:
-            full = min(full, self._config.max_model_len - request.prompt_ids.size)
-        stops = finish is None and sample.length < full and bool(request.eos_ids)
-        last = len(sample.spans) - 1
-        chunks: list[TokenChunk] = []
-        for i, (policy, start, stop) in enumerate(sample.spans):
-            token_ids = self._draws.tokens(sample.bits, start, stop, request.eos_ids)
-            reason = None if i < last else finish or (FinishReason.STOP if stops else FinishReason.LENGTH)
-            if reason is FinishReason.STOP:
-                token_ids = token_ids.copy()
-                token_ids[-1] = request.eos_ids[0]
-            logprobs = self._draws.logprobs(sample.bits, start, stop)
-            chunks.append(TokenChunk(request_id=request.request_id, sample_index=sample.index, token_ids=token_ids, logprobs=logprobs, policy=policy, finish_reason=reason))
-            self._generated_tokens += stop - start
-        return chunks
-
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def _fill_slots(self, at_s: float) -> None:
         """Start waiting samples, in order, at `at_s` (a slot that fell free in the past starts the next sample then)."""
         if self._frozen:
             return
-        held: list[_Sample] = []
+        held: list[ScriptedSample] = []
         while self._waiting and len(self._occupied) < self._config.slots:
             sample = self._waiting.popleft()
             if self._paused_at_s is not None and sample.request.request.request_id not in self._draining:
@@ -294,18 +224,18 @@ class ScriptedEngine:
             self._run(sample, at_s)
         self._waiting.extendleft(reversed(held))
 
-    def _run(self, sample: _Sample, at_s: float) -> None:
+    def _run(self, sample: ScriptedSample, at_s: float) -> None:
         sample.started_s = at_s
         due_s = at_s + sample.latency_s - sample.elapsed_s
         sample.timer = self._clock.call_at(due_s, lambda: self._complete(sample, due_s))
 
-    def _complete(self, sample: _Sample, due_s: float) -> None:
+    def _complete(self, sample: ScriptedSample, due_s: float) -> None:
         sample.timer = None
         self._close_span(sample, sample.length)
         self._finish(sample, None)
         self._fill_slots(due_s)
 
-    def _freeze(self, sample: _Sample) -> None:
+    def _freeze(self, sample: ScriptedSample) -> None:
         """Stop a sample's clock and put the tokens that its time was enough for under the policy in force."""
         if sample.started_s is None:
             return
@@ -316,7 +246,7 @@ class ScriptedEngine:
         share = sample.elapsed_s / sample.latency_s if sample.latency_s else 0.0
         self._close_span(sample, sample.first + int(share * (sample.length - sample.first)))
 
-    def _close_span(self, sample: _Sample, stop: int) -> None:
+    def _close_span(self, sample: ScriptedSample, stop: int) -> None:
         if stop > sample.done:
             policy = self._served().policy
             if sample.spans and sample.spans[-1][0] == policy:
@@ -325,17 +255,19 @@ class ScriptedEngine:
                 sample.spans.append((policy, sample.done, stop))
             sample.done = stop
 
-    def _finish(self, sample: _Sample, finish: FinishReason | None) -> None:
+    def _finish(self, sample: ScriptedSample, finish: FinishReason | None) -> None:
         if finish is FinishReason.ABORT and not sample.spans:
             sample.spans.append((self._served().policy, sample.first, sample.first))
         self._leave(sample)
         sample.request.live -= 1
-        sample.request.chunks.put_nowait(self._chunks(sample, finish))
+        chunks = self._script.chunks(sample, finish)
+        self._generated_tokens += sum(chunk.token_ids.size for chunk in chunks)
+        sample.request.chunks.put_nowait(chunks)
         sample.length = 0  # finished: abort and forget pass it over
         if not sample.request.live:
             self._note_drained(sample.request)
 
-    def _forget(self, record: _Request) -> None:
+    def _forget(self, record: ScriptedRequest) -> None:
         for sample in [s for s in record.samples if s.length]:
             if sample.timer is not None:
                 sample.timer.cancel()
@@ -346,12 +278,12 @@ class ScriptedEngine:
         if not self._stopped:
             self._fill_slots(self._clock.now())
 
-    def _note_drained(self, record: _Request) -> None:
+    def _note_drained(self, record: ScriptedRequest) -> None:
         self._draining.discard(record.request.request_id)
         if not self._draining:
             self._drained.set()
 
-    def _leave(self, sample: _Sample) -> None:
+    def _leave(self, sample: ScriptedSample) -> None:
         if sample in self._occupied:
             self._occupied.remove(sample)
             self._note_busy(was_busy=not self._occupied and not self._frozen)
@@ -373,6 +305,4 @@ def _received_digest(manifest: WeightManifest) -> str:
     """Digest over the bytes in the manifest's directory; a manifest without bytes is taken at its word."""
     if not manifest.num_bytes:
         return manifest_digest(manifest.tensors)
-    from rollout.manifest import digest_directory
-
     return manifest_digest(digest_directory(Path(manifest.location)))

@@ -56,7 +56,7 @@ class ScriptedDraws:
     def _draw_tokens(self, size: int, eos_ids: tuple[int, ...]) -> NDArray[np.int32]:
         allowed = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), np.asarray(eos_ids, dtype=np.int32))
         if not allowed.size:
-            raise UserError(f"got engine.vocab_size = {self._vocab_size} and end tokens {eos_ids}; the scripted engine needs at least one token that ends nothing: raise engine.vocab_size")
+            raise UserError(f"got engine.vocab_size = {self._vocab_size} and end tokens {eos_ids}; expected a token that ends nothing: raise engine.vocab_size")
         pool = allowed[(np.random.default_rng(0).random(size) * allowed.size).astype(np.int64)]
         pool.setflags(write=False)
         return pool

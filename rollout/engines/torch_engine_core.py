@@ -222,8 +222,16 @@ class DecodeCore:
                 f" (max_new_tokens {request.sampling.max_new_tokens}, context {self._context_tokens}); shorten the prompt or raise the limits"
             )
         stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(request.eos_ids)
+        prompt = given.tolist()
         return [
-            Row(request=request, sample_index=i, given=given.tolist(), max_tokens=max_tokens, stop_ids=stop_ids, uniforms=self._uniforms.stream(key, first, max_tokens))
+            Row(
+                request=request,
+                sample_index=i,
+                given=prompt,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                uniforms=self._uniforms.stream(key, first, max_tokens),
+            )
             for i, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica))
         ]
 

@@ -36,7 +36,10 @@ def _attention(
 def _refuse_variants(num_keys: int, options: dict[str, object]) -> None:
     window = options.get("sliding_window")
     if isinstance(window, int) and num_keys > window:
-        raise EngineError(f"the torch engine attends to all tokens, but this model slides a window of {window} over {num_keys}; set engine.max_model_len to {window} or use the vllm engine")
+        raise EngineError(
+            f"the torch engine attends to all tokens, but this model slides a window of {window} over {num_keys};"
+            f" set engine.max_model_len to {window} or use the vllm engine"
+        )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise EngineError(f"this model's attention uses {name}, which the torch engine does not know; use the vllm engine")
@@ -109,7 +112,8 @@ class DecodeModel:
         gap = (torch.log_softmax(ours, -1) - torch.log_softmax(theirs, -1)).abs().max().item()
         if not gap <= _TOLERANCE_NATS[self.dtype]:
             raise UserError(
-                f"the torch engine's log-probs of {type(self.module).__name__} differ from the library's by {gap:.2g} nats (tolerance {_TOLERANCE_NATS[self.dtype]});"
+                f"the torch engine's log-probs of {type(self.module).__name__} differ from the library's by {gap:.2g} nats"
+                f" (tolerance {_TOLERANCE_NATS[self.dtype]});"
                 " the architecture does more than the torch engine knows, or its weights are not finite: use the vllm engine"
             )
 

@@ -43,7 +43,7 @@ class WeightLoader:
                 parameters may then be new and others old: the model must not sample any more.
         """
         if manifest.transport is not Transport.DISK:
-            raise EngineError(f"got weights {manifest.policy.key} by transport {manifest.transport.value}; the torch engine takes disk: set weights.transport = 'disk'")
+            raise EngineError(f"got weights by transport {manifest.transport.value}; the torch engine takes disk: set weights.transport = 'disk'")
         parameters = {id(tensor): _Parameter(tensor, tensor.numel()) for tensor in self._state.values()}
         entries: list[TensorEntry] = []
         seen: set[str] = set()
@@ -95,7 +95,10 @@ class WeightLoader:
     def _refuse_gaps(self, parameters: dict[int, _Parameter], manifest: WeightManifest) -> None:
         gaps = sorted(name for name, tensor in self._state.items() if parameters[id(tensor)].missing)
         if gaps:
-            raise EngineError(f"weights {manifest.policy.key} in {manifest.location} lack {len(gaps)} of {len(self._state)} parameters: {', '.join(gaps[:4])}; publish every parameter")
+            raise EngineError(
+                f"weights {manifest.policy.key} in {manifest.location} lack {len(gaps)} of {len(self._state)} parameters: {', '.join(gaps[:4])};"
+                " publish every parameter"
+            )
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, str, Tensor]]:
