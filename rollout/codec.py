@@ -197,7 +197,7 @@ class _Columns:
     """Offset behind the log-prob column, where routing traces start."""
 
 
-def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[Any], narrow: bool) -> _Columns:
+def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[tuple[Any, ...]], narrow: bool) -> _Columns:
     num_tokens = sum([row[1] for row in rows])
     ids_end = offset + num_tokens * (2 if narrow else 4)
     ids = buffer[offset:ids_end].view(np.uint16).astype(np.int32) if narrow else buffer[offset:ids_end].view(np.int32)
@@ -220,9 +220,9 @@ def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[Any], narrow: bo
 
 
 def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]) -> Iterator[Trajectory]:
-    rows: list[Any] = header["trajectories"]
+    rows: list[tuple[Any, ...]] = header["trajectories"]
     columns = _columns(buffer, offset, rows, header["narrow_ids"])
-    tags = [_tag(*values) for values in header["tags"]]
+    tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
     dispatch_id, prompt_id, environment = header["dispatch_id"], header["prompt_id"], header["environment"]
     first, routing_from = 0, columns.end
     for identity, size, turns, tag, finish, started_at_s, generation_s, reward_s, spans, _, _, shape in rows:

@@ -98,8 +98,8 @@ def test_a_lease_that_names_a_group_twice_or_an_unknown_one_leases_nothing(tmp_p
 def test_a_second_put_of_a_dispatch_is_refused_with_an_event(tmp_path: Path) -> None:
     async def scenario() -> None:
         store, dispatches = await opened(tmp_path, 2, 1)
-        assert await store.put(groups_of(dispatches)) == ("d-1",)
-        assert await store.put(groups_of([dispatches[1], dispatches[1]])) == ()
+        assert await store.put(groups_of([*dispatches, dispatches[1]])) == ("d-1",)
+        assert await store.put(groups_of(dispatches[1:])) == ()
         assert [e["dispatch_id"] for e in events(tmp_path) if e["kind"] == "put_refused"] == ["d-0", "d-1", "d-1"]
 
     asyncio.run(scenario())
