@@ -222,7 +222,7 @@ def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[tuple[Any, ...]]
 def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]) -> Iterator[Trajectory]:
     rows: list[tuple[Any, ...]] = header["trajectories"]
     columns = _columns(buffer, offset, rows, header["narrow_ids"])
-    tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
+    tags = {index: _tag(*values) for index, values in enumerate(header["tags"])}
     dispatch_id, prompt_id, environment = header["dispatch_id"], header["prompt_id"], header["environment"]
     first, routing_from = 0, columns.end
     for identity, size, turns, tag, finish, started_at_s, generation_s, reward_s, spans, _, _, shape in rows:
