@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Generator
+from typing import Any
 
 import psutil
 import ray
@@ -15,25 +16,32 @@ from actors.config import ClusterConfig
 def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
     """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=max(1, round(num_cpus)),
-            num_gpus=round(num_gpus) or None,
-            include_dashboard=False,
-            object_store_memory=int(config.object_store_gib * 2**30),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
     try:
+        _init(config, num_cpus, num_gpus)
         yield
     finally:
         mine = psutil.Process().children(recursive=True)
         ray.shutdown()
         if config.address is None:
             _end(mine)
+
+
+def _init(config: ClusterConfig, num_cpus: float, num_gpus: float) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if config.address is not None:
+            ray.init(address=config.address, **quiet)
+            return
+        ray.init(
+            address="local",
+            num_cpus=max(1, round(num_cpus)),
+            num_gpus=round(num_gpus) or None,
+            include_dashboard=False,
+            object_store_memory=int(config.object_store_gib * 2**30),
+            **quiet,
+        )
+    except SystemExit as cause:  # what Ray makes of SIGTERM
+        raise KeyboardInterrupt from cause
 
 
 def _end(processes: list[psutil.Process]) -> None:

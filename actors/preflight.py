@@ -16,11 +16,25 @@ def check_packages() -> Path:
     Raises:
         UserError: one of them resolves elsewhere, in several places, or nowhere; the message names the path and the cure.
     """
-    root = Path(__file__).resolve().parents[1]
-    intruders = {name: places for name in PACKAGES if (places := _places(name)) != (root / name,)}
-    if intruders:
+    root = _root()
+    if intruders := _intruders(root):
         raise _user_error_type(root, intruders)(_message(root, intruders))
     return root
+
+
+def complaint() -> str:
+    """The message that `check_packages` would raise; empty when all is well."""
+    root = _root()
+    intruders = _intruders(root)
+    return _message(root, intruders) if intruders else ""
+
+
+def _root() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def _intruders(root: Path) -> dict[str, tuple[Path, ...]]:
+    return {name: places for name in PACKAGES if (places := _places(name)) != (root / name,)}
 
 
 def _places(name: str) -> tuple[Path, ...]:

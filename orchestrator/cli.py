@@ -1,5 +1,6 @@
 """The command `concord`. Heavy libraries are imported by the commands that need them, so that `--help` answers at once."""
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,17 +13,36 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", h
 
 
 def main() -> None:
-    """Entry point of the console script: user errors are printed without a traceback, with exit status 2; other errors of a run with 1."""
+    """Entry point of the console script. Exit status 2 and one message for what the user can mend, 1 for what ended a run, 130 for a stop by signal."""
+    if intrusion := _intrusion():
+        _fail(f"error: {intrusion}", 2)
+    from orchestrator.stopping import Stopped
     from rollout.errors import ConcordError, UserError
 
     try:
         app()
     except UserError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        sys.exit(2)
+        _fail(f"error: {error}", 2)
+    except Stopped as error:
+        _fail(str(error), 130)
     except ConcordError as error:
-        typer.secho(f"run failed: {error}", fg="red", err=True)
-        sys.exit(1)
+        _fail(f"run failed: {error}", 1)
+
+
+def _intrusion() -> str:
+    """What the preflight of this very checkout has to complain of; it is read from its file, since the intruder may be another `actors`."""
+    file = Path(__file__).resolve().parents[1] / "actors" / "preflight.py"
+    spec = importlib.util.spec_from_file_location("concord_preflight", file)
+    if spec is None or spec.loader is None:
+        return f"{file} is missing; install Concord again (`make setup`)"
+    preflight = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(preflight)
+    return preflight.complaint()
+
+
+def _fail(message: str, status: int) -> None:
+    typer.secho(message, fg="red", err=True)
+    sys.exit(status)
 
 
 @app.command()

@@ -1,51 +1,59 @@
 """What the commands that start something do, step by step."""
 
 import shutil
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import typer
 
-from actors.preflight import check_packages
 from orchestrator.config import RunConfig
-from orchestrator.launch import check_inputs, execute
-from orchestrator.progress import reporter_for_stdout
-from orchestrator.run_dir import create_run_dir, open_run_dir, write_atomic
+from orchestrator.launch import Inputs, check_inputs, execute
+from orchestrator.progress import Reporter, reporter_for_stdout
+from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, write_atomic
 from orchestrator.show import show_summary
-from rollout.errors import UserError
+from orchestrator.stopping import interruptible
+from rollout.errors import ConcordError, UserError
 from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
 
 
+@interruptible()
 def run_new(config: RunConfig, default_name: str) -> None:
     """`concord run`."""
-    check_packages()
     reporter = reporter_for_stdout()
     reporter.say("preparing the model")
     inputs = check_inputs(config, prepare_model(config.model))
-    run = create_run_dir(config, default_name)
-    try:
-        summary = execute(config, run, inputs, reporter)
-    finally:
-        reporter.close()
-    show_summary(run, summary)
+    _carry_out(config, create_run_dir(config, default_name), inputs, reporter)
 
 
+@interruptible()
 def run_again(path: Path, overrides: list[str]) -> None:
     """`concord resume`."""
-    check_packages()
     run, config = open_run_dir(path, overrides)
     if overrides:
         write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
-    reporter = reporter_for_stdout()
     inputs = check_inputs(config, prepare_model(config.model))
+    _carry_out(config, run, inputs, reporter_for_stdout())
+
+
+def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) -> None:
+    """Execute the run, and say at the end what it came to and how to go on with it."""
+    go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
         summary = execute(config, run, inputs, reporter)
+        if summary["version"] != config.run.steps:
+            reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
+    except ConcordError:
+        reporter.say(f"ended before step {config.run.steps}; {go_on}")
+        raise
     finally:
         reporter.close()
     show_summary(run, summary)
 
 
+@interruptible()
 def make_tiny(out: Path, moe: bool, seed: int) -> None:
     """`concord tiny`."""
     if out.exists():
@@ -59,8 +67,13 @@ def prepare_model(config: ModelConfig) -> Path:
     """The directory of the model; a tiny one comes from its cache or is built, in a process of its own, which keeps torch out of this one."""
     if isinstance(config, LocalModelConfig):
         return config.path.absolute()
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_build, config).result()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)) as pool:
+        try:
+            return pool.submit(_build, config).result()
+        except KeyboardInterrupt:
+            for child in psutil.Process().children():
+                child.terminate()
+            raise
 
 
 def _build(config: TinyModelConfig) -> Path:

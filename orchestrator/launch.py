@@ -1,9 +1,7 @@
 """From a config to a finished run: model, cluster, fleet, recovery, loop, summary. The only module that brings all rooms together."""
 
 import asyncio
-import contextlib
-import signal
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from orchestrator.recorder import MetricsRecorder
 from orchestrator.replicas import Replicas
 from orchestrator.run_dir import RunDir
 from orchestrator.signals import Signals, write_summary
+from orchestrator.stopping import Stopped, StopSignals, handlers_restored, ignore_signals
 from orchestrator.training import StepDone
 from rollout.dispatch import LedgerEntry
 from rollout.environments.registry import build_source
@@ -88,22 +87,40 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) 
         cluster=config.cluster,
     )
     cpus, gpus = totals(resource_plan(config))
+    stop = StopSignals(config.deadlines.shutdown_s, reporter.say)
 
     async def main() -> dict[str, object]:
-        fleet = RayFleet(spec)
-        try:
-            await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
-            return await drive(config, run, inputs, fleet, reporter)
-        finally:
-            await fleet.close()
+        with stop.installed():
+            fleet = RayFleet(spec)
+            try:
+                await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
+                return await drive(config, run, inputs, fleet, reporter, stop.attach)
+            finally:
+                ignore_signals()
+                await fleet.close()
 
     reporter.say(f"run {run.path}: starting Ray")
-    with cluster(config.cluster, cpus, gpus):
-        return asyncio.run(main())
+    with handlers_restored(), cluster(config.cluster, cpus, gpus):
+        try:
+            return asyncio.run(main())
+        except asyncio.CancelledError as cause:
+            raise Stopped("stopped at once by a signal, without a checkpoint of the newest step") from cause
+        finally:
+            ignore_signals()
 
 
-async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, reporter: Reporter) -> dict[str, object]:
-    """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary."""
+async def drive(
+    config: RunConfig,
+    run: RunDir,
+    inputs: Inputs,
+    fleet: Fleet,
+    reporter: Reporter,
+    on_loop: Callable[[Callable[[], None]], None] = lambda request_stop: None,
+) -> dict[str, object]:
+    """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary.
+
+    `on_loop` is told, once there is a loop, how to ask it to end after its step.
+    """
     saved = latest_checkpoint(run.checkpoints)
     policy = await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}") if saved else None
     recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")
@@ -127,6 +144,7 @@ async def drive(config: RunConfig, run: RunDir, inputs: Inputs, fleet: Fleet, re
         progress=Progress(asyncio.get_running_loop().time),
     )
     checkpoints.in_use = loop.policies_in_use
+    on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
 
 
@@ -144,8 +162,7 @@ async def _observe(
     loop.training.on_step = on_step
     sampling = asyncio.create_task(memory.run(), name="memory")
     try:
-        async with _stop_signals(loop, config.deadlines.shutdown_s):
-            await loop.run()
+        await loop.run()
     finally:
         sampling.cancel()
         recorder.flush()
@@ -155,30 +172,3 @@ async def _observe(
     if loop.training.policy.version >= config.run.steps:
         export_model(Path(loop.training.manifest.location), run.export)
     return summary
-
-
-@contextlib.asynccontextmanager
-async def _stop_signals(loop: Loop, limit_s: float) -> AsyncGenerator[None]:
-    """Ctrl-C and SIGTERM end the run after its step, with a checkpoint; after `limit_s`, or the second time, at once.
-
-    Installed after `ray.init`, which would undo them.
-    """
-    events, task = asyncio.get_running_loop(), asyncio.current_task()
-
-    def give_up() -> None:
-        if task is not None:
-            task.cancel()
-
-    def on_signal() -> None:
-        if loop.stop.is_set():
-            give_up()
-        loop.request_stop()
-        events.call_later(limit_s, give_up)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        events.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            events.remove_signal_handler(number)

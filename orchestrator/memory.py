@@ -1,4 +1,4 @@
-"""Peak resident memory by actor, sampled; children (engine cores) count with the actor that started them."""
+"""Peak resident memory by actor, sampled; children (engine cores) count with the actor that started them, Ray's own processes with nobody."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,7 +9,7 @@ import psutil
 class PeakMemory:
     """Samples the processes of a fleet on this machine."""
 
-    def __init__(self, processes: Callable[[], Awaitable[Mapping[str, int]]], interval_s: float = 1.0) -> None:
+    def __init__(self, processes: Callable[[], Awaitable[Mapping[str, int]]], interval_s: float = 2.0) -> None:
         self._processes = processes
         self._interval_s = interval_s
         self._peak: dict[str, int] = {}
@@ -17,8 +17,8 @@ class PeakMemory:
     async def run(self) -> None:
         """Sample for ever; ends by cancellation."""
         while True:
-            for name, pid in (await self._processes()).items():
-                self._peak[name] = max(self._peak.get(name, 0), tree_rss_bytes(pid))
+            for name, size in tree_rss_bytes(await self._processes()).items():
+                self._peak[name] = max(self._peak.get(name, 0), size)
             await asyncio.sleep(self._interval_s)
 
     def peak_mb(self) -> dict[str, float]:
@@ -26,17 +26,20 @@ class PeakMemory:
         return {name: round(peak / 2**20, 1) for name, peak in sorted(self._peak.items())}
 
 
-def tree_rss_bytes(pid: int) -> int:
-    """Resident bytes of a process and its children; shared pages are counted in each. 0 for a process that is gone."""
-    try:
-        parent = psutil.Process(pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    total = 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+def tree_rss_bytes(roots: Mapping[str, int]) -> dict[str, int]:
+    """Resident bytes by name: of each root process and its descendants down to the next root. Shared pages count in each. One pass over all processes."""
+    owners = {pid: name for name, pid in roots.items()}
+    parents: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
+        if process.info["memory_info"] is not None:
+            parents[process.pid], sizes[process.pid] = process.info["ppid"], process.info["memory_info"].rss
+    totals = dict.fromkeys(roots, 0)
+    for pid, size in sizes.items():
+        ancestor = pid
+        while ancestor not in owners and ancestor in parents:
+            ancestor = parents[ancestor]
+        owner = owners.get(ancestor)
+        if owner is not None and (owner != "driver" or ancestor == pid):
+            totals[owner] += size
+    return totals

@@ -1,8 +1,11 @@
 """A fleet in this process: the real store, episode workers, engines and reward functions behind the same ports, without Ray."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
@@ -12,7 +15,7 @@ from rollout.environments.registry import build_envs
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ProcessLostError
-from rollout.generation import PauseMode, SamplingParams
+from rollout.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.prompts import Prompt
 from rollout.protocols import Engine, EngineLoad
 from rollout.rewards.judging import judge_group
@@ -20,12 +23,55 @@ from rollout.rewards.registry import build_reward
 from rollout.store.sqlite import SqliteStore
 from rollout.tokenizer import Tokenizer, load_tokenizer
 from rollout.trajectory import EngineTag, Reward, Trajectory
-from rollout.weights import PolicyVersion, WeightManifest
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.build import TrainerRank
 from trainer.checkpoints import CheckpointState
 from trainer.types import StepReport, StepRequest
 
 EngineWrapper = Callable[[Engine, int], Engine]
+
+
+class EngineWrap:
+    """An engine that hands everything on: planted faults override what they change."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def start(self, manifest: WeightManifest) -> EngineTag:
+        return await self.engine.start(manifest)
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        return self.engine.generate(request)
+
+    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+        return self.engine.resume_from(request, produced)
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return await self.engine.score(token_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.engine.pause(mode)
+
+    async def apply(self, manifest: WeightManifest) -> ApplyReport:
+        return await self.engine.apply(manifest)
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def tag(self) -> EngineTag:
+        return await self.engine.tag()
+
+    async def healthy(self) -> bool:
+        return await self.engine.healthy()
+
+    async def load(self) -> EngineLoad:
+        return await self.engine.load()
+
+    async def stop(self) -> None:
+        await self.engine.stop()
 
 
 class LocalEnginePort:

@@ -1,13 +1,13 @@
 """The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever happens to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from local_fleet import LocalFleet
+from local_fleet import EngineWrap, LocalFleet
 from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig, parse_config
@@ -37,8 +37,8 @@ class Quiet:
     def say(self, text: str) -> None:
         return None
 
-    def step(self, row: Any, steps: int) -> None:
-        self.rows.append(row)
+    def step(self, row: Mapping[str, float], steps: int) -> None:
+        self.rows.append(dict(row))
         self.on_step(int(row["step"]))
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Quiet:
 
 
 def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
-    document = {
+    document: dict[str, object] = {
         "run": {"dir": str(tmp_path), "name": "run", "steps": 8, "batch_groups": 3, "group_size": 2},
         "engine": {"type": "scripted"},
         "trainer": {"type": "scripted", "checkpoint": {"every_steps": 3}},
@@ -133,7 +133,8 @@ def test_eta_0_samples_every_token_of_a_step_under_the_version_before_it(tmp_pat
     case = Case(tmp_path, "staleness.max_staleness=0", *UNEVEN)
     summary = case.drive()
     assert trained_versions(case) == {step: [{step - 1}] * 3 for step in range(1, 9)}
-    assert summary["rejected"] == {} and summary["dispatched"] == 8 * 3
+    assert summary["rejected"] == {}
+    assert summary["dispatched"] == 8 * 3
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
@@ -207,16 +208,14 @@ class FailingOnce:
         return Wrapped(engine, self) if slot == self.slot else engine
 
 
-class Wrapped:
+class Wrapped(EngineWrap):
     def __init__(self, engine: Engine, plan: FailingOnce) -> None:
-        self._engine, self._plan = engine, plan
+        super().__init__(engine)
+        self._plan = plan
         self._canary_wrong = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        report = await self._engine.apply(manifest)
+        report = await self.engine.apply(manifest)
         if self._plan.done:
             return report
         self._plan.done = True
@@ -226,7 +225,7 @@ class Wrapped:
         return report
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        truth = await self._engine.score(token_ids)
+        truth = await self.engine.score(token_ids)
         if not self._canary_wrong:
             return truth
         return np.full_like(truth, np.nan) if self._plan.how == "nan" else truth + np.float32(0.01)
@@ -237,7 +236,8 @@ def test_a_replica_with_wrong_weights_is_replaced_and_the_run_goes_on(tmp_path: 
     """A checksum alone would pass `canary` and `nan`: the semantic canary finds them."""
     case = Case(tmp_path, "engine.replicas=2", "run.steps=12", *UNEVEN, wrap=FailingOnce(1, how))
     summary = case.drive()
-    assert summary["version"] == 12 and summary["replica_restarts"] == 1
+    assert summary["version"] == 12
+    assert summary["replica_restarts"] == 1
     assert_accounted(summary)
     events = (case.run.path / "events.jsonl").read_text()
     assert '"replica_failed"' in events
@@ -261,7 +261,8 @@ def test_a_killed_replica_is_replaced_and_its_prompts_come_again(tmp_path: Path)
 
     case.during = kill_one
     summary = case.drive()
-    assert summary["version"] == 12 and summary["replica_restarts"] == 1
+    assert summary["version"] == 12
+    assert summary["replica_restarts"] == 1
     assert_accounted(summary)
 
 
@@ -276,35 +277,34 @@ def test_a_killed_episode_worker_is_replaced_and_its_prompts_come_again(tmp_path
 
     case.during = kill_one
     summary = case.drive()
-    assert summary["version"] == 12 and summary["worker_restarts"] == 1
+    assert summary["version"] == 12
+    assert summary["worker_restarts"] == 1
     assert_accounted(summary)
 
 
-class Stuck(Wrapped):
-    def __init__(self, engine: Engine) -> None:
-        plan = FailingOnce(0, "")
-        plan.done = True
-        super().__init__(engine, plan)
+class Stuck(EngineWrap):
+    """An engine that answers only requests whose id passes `answers`."""
+
+    def __init__(self, engine: Engine, answers: Callable[[str], bool]) -> None:
+        super().__init__(engine)
+        self._answers = answers
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        await asyncio.Event().wait()
-        yield  # pyright: ignore
+        if not self._answers(request.request_id):
+            await asyncio.Event().wait()
+        async for chunk in self.engine.generate(request):
+            yield chunk
 
 
 def test_a_run_that_stops_moving_ends_with_the_name_of_what_it_waits_for(tmp_path: Path) -> None:
-    case = Case(tmp_path, "deadlines.stall_s=0.3", wrap=lambda engine, slot: Stuck(engine))
+    case = Case(tmp_path, "deadlines.stall_s=0.3", wrap=lambda engine, slot: Stuck(engine, lambda request_id: False))
     with pytest.raises(DeadlineError, match=r"training waits for 3 groups ready"):
         case.drive()
 
 
 def test_an_episode_past_its_deadline_fails_and_its_prompt_comes_again(tmp_path: Path) -> None:
-    class StuckOnce(Stuck):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-            source = super().generate(request) if request.request_id.startswith("d00000001") else self._engine.generate(request)
-            async for chunk in source:
-                yield chunk
-
-    case = Case(tmp_path, "episodes.deadline_s=0.2", wrap=lambda engine, slot: StuckOnce(engine))
+    stuck = lambda engine, slot: Stuck(engine, lambda request_id: not request_id.startswith("d00000001"))  # noqa: E731
+    case = Case(tmp_path, "episodes.deadline_s=0.2", "staleness.order=dispatch", wrap=stuck)
     summary = case.drive()
     assert summary["failed"] == {"deadline": 1} and summary["version"] == 8
     assert_accounted(summary)
@@ -329,7 +329,9 @@ def test_a_non_finite_step_is_skipped_with_an_event_and_training_goes_on(tmp_pat
     case = Case(tmp_path)
     case.trainer = NonFinite(case.config, lambda tries: tries == 3)
     summary = case.drive()
-    assert summary["version"] == 8 and summary["skipped_steps"] == 1 and summary["rejected"] == {"non_finite": 3}
+    assert summary["version"] == 8
+    assert summary["skipped_steps"] == 1
+    assert summary["rejected"] == {"non_finite": 3}
     assert '"step_skipped"' in (case.run.path / "events.jsonl").read_text()
     assert_accounted(summary)
 

@@ -1,0 +1,141 @@
+"""Trajectories a second through everything but the work itself: no-cost engine and trainer, durable store, real Ray.
+
+`whole_loop`: admission, episode workers, engine actor, reward worker, store, gate, trainer actor, commit records. `store`: put, lease and
+acknowledge of the store through its actor alone, batches of 64 trajectories in groups of 8.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import concord_run, model_with_context, parser, report
+
+GROUPS, SIZE = 64, 8
+
+
+def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
+    """Trajectories a second from the median of three stretches of the run, the first fifth left out."""
+    model = model_with_context(Path(tempfile.mkdtemp(prefix="concord-bench-model-")), new_tokens + 8)
+    run = concord_run(
+        {
+            "run.steps": steps,
+            "run.batch_groups": GROUPS,
+            "run.group_size": SIZE,
+            "model.type": "local",
+            "model.path": str(model),
+            "sampling.max_new_tokens": new_tokens,
+            "engine.type": "scripted",
+            "trainer.type": "scripted",
+            "trainer.checkpoint.every_steps": 20,
+            "store.durability": durability,
+            "staleness.max_staleness": 2,
+        }
+    )
+    times = [row["step_seconds"] for row in run.rows[steps // 5 :]]
+    third = len(times) // 3
+    rates = [GROUPS * SIZE * third / sum(times[i * third : (i + 1) * third]) for i in range(3)]
+    return {"tokens": new_tokens, "durability": durability, "trajectories_per_s": statistics.median(rates), "stretches": rates, "summary": run.summary}
+
+
+async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
+    """put + lease + acknowledge through the actor; payloads have int32 ids and float32 log-probs."""
+    from actors.store_actor import RemoteStore, StoreActor
+    from rollout.codec import encode
+    from rollout.config import StoreConfig
+    from rollout.dispatch import Dispatch, StepCommit
+    from rollout.prompts import Prompt, PromptCursor
+    from rollout.weights import PolicyVersion
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = RemoteStore(StoreActor.remote(Path(folder), StoreConfig()))
+        epoch = (await store.recover(None)).trainer_epoch
+        groups_a_batch = 64 // SIZE
+        dispatches = [
+            Dispatch(
+                dispatch_id=f"d{i:08d}",
+                prompt=Prompt(prompt_id=str(i), pass_index=0, text="x"),
+                group_size=SIZE,
+                attempt=1,
+                policy=PolicyVersion(1, 0),
+                replica=0,
+                created_at_s=0.0,
+            )
+            for i in range(rounds * groups_a_batch)
+        ]
+        await store.dispatch(epoch, dispatches, PromptCursor())
+        encoded = [encode(group_of(d.dispatch_id, tokens, i)) for i, d in enumerate(dispatches)]
+        begun = time.perf_counter()
+        for round_ in range(rounds):
+            batch = encoded[round_ * groups_a_batch : (round_ + 1) * groups_a_batch]
+            ids = [group.header.dispatch_id for group in batch]
+            await store.put(batch)
+            lease = await store.lease(epoch, ids)
+            if sum(payload[-1] >= 0 for payload in lease.payloads) != len(ids):
+                raise RuntimeError("a lease came back short")
+            await store.acknowledge(
+                StepCommit(
+                    policy=PolicyVersion(epoch, round_ + 1), dispatch_ids=tuple(ids), digest="", trajectories_trained=64, trajectories_masked=0, trajectories_dropped=0
+                )
+            )
+        elapsed = time.perf_counter() - begun
+        await store.close()
+    return {"tokens": tokens, "trajectories_per_s": rounds * 64 / elapsed, "bytes_per_trajectory": encoded[0].header.num_bytes / SIZE}
+
+
+def group_of(dispatch_id: str, tokens: int, seed: int) -> Any:
+    """A group whose ids need four bytes."""
+    from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
+    from rollout.weights import PolicyVersion
+
+    rng = np.random.default_rng(seed)
+    tag = EngineTag(
+        engine="scripted", engine_version="1", replica=0, weights_dtype="float32", kv_dtype="float32", quantization="none", logprob_semantics=LogprobSemantics.PROCESSED,
+        kv_across_versions="recompute", temperature=1.0, top_p=1.0, top_k=0, tokenizer_fingerprint="", chat_template_digest="", weights_digest="",
+    )  # fmt: skip
+    trajectories = tuple(
+        Trajectory(
+            trajectory_id=f"{dispatch_id}-{i}",
+            dispatch_id=dispatch_id,
+            prompt_id=str(seed),
+            environment="bench",
+            token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
+            sampled=np.ones(tokens, dtype=np.bool_),
+            rollout_logprobs=-rng.random(tokens, dtype=np.float32),
+            version_spans=(VersionSpan(PolicyVersion(1, 0), 0, tokens),),
+            turns=1,
+            tag=tag,
+            finish_reason=FinishReason.LENGTH,
+            timings=Timings(started_at_s=0.0, generation_s=0.0),
+        )
+        for i in range(SIZE)
+    )
+    return TrajectoryGroup(
+        dispatch_id=dispatch_id, prompt_id=str(seed), pass_index=0, environment="bench", trajectories=trajectories, rewards=(Reward(total=0.0),) * SIZE
+    )
+
+
+def stores() -> list[dict[str, Any]]:
+    """Medians of three for both lengths."""
+    from actors.cluster import cluster
+    from actors.config import ClusterConfig
+
+    results: list[dict[str, Any]] = []
+    with cluster(ClusterConfig(), 2, 0):
+        for tokens, rounds in ((512, 120), (8192, 20)):
+            tries = [asyncio.run(store_cycle(tokens, rounds)) for _ in range(3)]
+            results.append(sorted(tries, key=lambda one: one["trajectories_per_s"])[1] | {"tries": [one["trajectories_per_s"] for one in tries]})
+    return results
+
+
+def main() -> None:
+    chosen = parser(str(__doc__)).parse_args()
+    loops = [whole_loop(512, 150, "process"), whole_loop(8192, 60, "process"), whole_loop(512, 60, "machine")]
+    report({"store": stores(), "whole_loop": loops}, chosen)
+
+
+if __name__ == "__main__":
+    main()
