@@ -72,7 +72,8 @@ def concord_run(settings: Mapping[str, object], base: str = "", timeout_s: float
 
 def machine() -> dict[str, object]:
     """Where the figures come from."""
-    return {"cpus": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1), "python": platform.python_version(), "platform": platform.platform()}
+    memory_gib = round(psutil.virtual_memory().total / 2**30, 1)
+    return {"cpus": os.cpu_count(), "memory_gib": memory_gib, "python": platform.python_version(), "platform": platform.platform()}
 
 
 def report(results: Mapping[str, object], arguments: argparse.Namespace) -> None:

@@ -35,7 +35,9 @@ class Reporter(Protocol):
         """A step finished; `row` has the catalogue's columns."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
 
 
 class JsonReporter:

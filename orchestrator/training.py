@@ -48,7 +48,9 @@ class StepDone:
 class Checkpoints(Protocol):
     """Saves a version and makes its steps final."""
 
-    async def save(self, policy: PolicyVersion) -> None: ...
+    async def save(self, policy: PolicyVersion) -> None:
+        """Write the checkpoint of `policy`."""
+        ...
 
 
 class Training:

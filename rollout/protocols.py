@@ -68,13 +68,17 @@ class Engine(Protocol):
         """Go on sampling; running requests continue, under the rules of the pause's mode."""
         ...
 
-    async def tag(self) -> EngineTag: ...
+    async def tag(self) -> EngineTag:
+        """Who it is, and under which numerics it samples."""
+        ...
 
     async def healthy(self) -> bool:
         """Whether the engine can still serve. Must answer within seconds, also when its core process has died."""
         ...
 
-    async def load(self) -> EngineLoad: ...
+    async def load(self) -> EngineLoad:
+        """What it is doing."""
+        ...
 
     async def stop(self) -> None:
         """End the engine and every process that it started."""
@@ -98,7 +102,9 @@ class Env(Protocol):
     """Single use: one instance runs one episode's conversation. Single-turn environments answer None from `reply`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Recorded as the environment of its trajectories."""
+        ...
 
     def prompt_ids(self) -> NDArray[np.int32]:
         """[P] tokens that the policy sees first."""
@@ -112,7 +118,9 @@ class Env(Protocol):
 class RewardFunction(Protocol):
     """Judges one trajectory. Synchronous: it runs in a reward worker under a deadline."""
 
-    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward: ...
+    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
+        """The reward of one trajectory; `completion` is its sampled text without special tokens."""
+        ...
 
 
 class Sandbox(Protocol):
@@ -205,6 +213,10 @@ class Store(Protocol):
         """Add a run event (replica restarted, weights applied, ...) to the numbered log."""
         ...
 
-    async def counts(self) -> Counts: ...
+    async def counts(self) -> Counts:
+        """Where all dispatches are."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close all files."""
+        ...
