@@ -4,10 +4,11 @@ Three views of length and reward show what the order of consumption selects: `di
 unfinished one: free of selection by speed), `finished` (whatever has come back), `trained`.
 """
 
-import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rollout.dispatch import Dispatch
 from rollout.trajectory import FinishReason, GroupHeader, TrajectoryHeader
@@ -130,7 +131,7 @@ class Accounts:
     @property
     def reward_moving_10(self) -> float:
         """Mean reward of the last ten steps."""
-        return statistics.fmean(self.rewards) if self.rewards else 0.0
+        return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
 
 
 def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[TrajectoryHeader]:
@@ -139,26 +140,29 @@ def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[Trajector
 
 def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
     """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out do not count."""
-    trained = _trained(batch, report)
-    rewards = [t.reward for header in batch for t in header.trajectories]
+    trained, everyone = _trained(batch, report), [t for header in batch for t in header.trajectories]
+    rewards = np.array([t.reward for t in everyone])
     groups = [[t.reward for t in header.trajectories] for header in batch]
-    trainer_version = request.policy.version - 1
-    ages = [(trainer_version - policy.version, n) for t in trained for policy, n in t.tokens_by_policy if policy.version >= request.oldest_version]
-    tokens = sum(n for _, n in ages)
-    everyone = [t for header in batch for t in header.trajectories]
+    trainer_version, oldest = request.policy.version - 1, request.oldest_version
+    tokens_by_age: Counter[int] = Counter()
+    for trajectory in trained:
+        for policy, count in trajectory.tokens_by_policy:
+            if policy.version >= oldest:
+                tokens_by_age[trainer_version - policy.version] += count
+    tokens = tokens_by_age.total()
     return StepFacts(
-        reward_mean=statistics.fmean(rewards),
-        reward_std=statistics.pstdev(rewards),
-        length_mean=statistics.fmean(t.num_sampled for t in everyone),
-        length_cap_fraction=statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in everyone),
-        zero_variance=statistics.fmean(min(g) == max(g) for g in groups),
-        all_correct=statistics.fmean(min(g) >= 1.0 for g in groups),
-        all_wrong=statistics.fmean(max(g) <= 0.0 for g in groups),
-        staleness_mean=sum(age * n for age, n in ages) / tokens if tokens else 0.0,
-        staleness_max=max((age for age, _ in ages), default=0),
-        mixed_fraction=statistics.fmean(len(t.tokens_by_policy) > 1 for t in trained) if trained else 0.0,
-        generation_s=statistics.fmean(header.generation_s for header in batch),
-        reward_s=statistics.fmean(header.reward_s for header in batch),
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        length_mean=sum(t.num_sampled for t in everyone) / len(everyone),
+        length_cap_fraction=sum(t.finish_reason is FinishReason.LENGTH for t in everyone) / len(everyone),
+        zero_variance=sum(min(g) == max(g) for g in groups) / len(groups),
+        all_correct=sum(min(g) >= 1.0 for g in groups) / len(groups),
+        all_wrong=sum(max(g) <= 0.0 for g in groups) / len(groups),
+        staleness_mean=sum(age * count for age, count in tokens_by_age.items()) / tokens if tokens else 0.0,
+        staleness_max=max(tokens_by_age, default=0),
+        mixed_fraction=sum(len(t.tokens_by_policy) > 1 for t in trained) / len(trained) if trained else 0.0,
+        generation_s=sum(header.generation_s for header in batch) / len(batch),
+        reward_s=sum(header.reward_s for header in batch) / len(batch),
         num_sampled=tokens,
         num_trajectories=len(everyone),
     )
