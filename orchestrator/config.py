@@ -36,7 +36,9 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     """Folder of the run below `dir`; None takes the config's name and the time."""
     dir: Path = Path("runs")
+    """Where run folders are made; relative to the working directory."""
     seed: int = 0
+    """Seed of the prompt order, of the engines' draws and of the trainer."""
     steps: PositiveInt = 100
     """Optimizer steps of the whole run, resumes included."""
     batch_groups: PositiveInt = 16
@@ -66,12 +68,17 @@ class DeadlinesConfig(Section):
     """How long the loop waits for what before it calls it an error."""
 
     engine_start_s: PositiveFloat = 600.0
+    """One engine replica, from its process to its first verified weights."""
     trainer_start_s: PositiveFloat = 600.0
+    """Store, reward workers and trainer ranks to start, and a checkpoint to load."""
     step_s: PositiveFloat = 1800.0
+    """One training step: lease, forward, backward, optimizer."""
     update_s: PositiveFloat = 300.0
     """One weight update of one replica, canary included."""
     checkpoint_s: PositiveFloat = 1800.0
+    """Writing a checkpoint, or publishing weights."""
     store_s: PositiveFloat = 60.0
+    """One call to the store."""
     stall_s: PositiveFloat = 600.0
     """Without a finished step for this long, the run dumps stacks, names what it waits for, and ends."""
     health_interval_s: PositiveFloat = 2.0

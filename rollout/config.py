@@ -27,11 +27,15 @@ class JsonlConfig(Section):
 
     type: Literal["jsonl"] = "jsonl"
     path: Path
+    """The file; relative to the working directory."""
     shuffle: bool = True
     """Seeded by `run.seed` and the pass; False keeps the order of the file."""
     prompt_key: str = "prompt"
+    """Column with a raw prompt: a string."""
     messages_key: str = "messages"
+    """Column with a chat: a list of `{role, content}`."""
     answer_key: str = "answer"
+    """Column with the reference answer: a string or a number."""
     id_key: str = "id"
     """Column that names a prompt; where it is absent, the row number does."""
     system_prompt: str | None = None
@@ -62,12 +66,14 @@ class PythonRewardConfig(Section):
 
     type: Literal["python"] = "python"
     function: str
+    """`package.module:function`; the module must be importable in the reward workers."""
 
 
 class RewardWorkersConfig(Section):
     """The pool of reward workers."""
 
     workers: PositiveInt = 1
+    """Reward workers in all; each judges one group at a time."""
     deadline_s: PositiveFloat = 10.0
     """For one group; a reward that takes longer is `failed(reward_timeout)` and its worker is replaced."""
 
@@ -79,21 +85,31 @@ class SamplingConfig(Section):
     """How the policy samples in training."""
 
     max_new_tokens: PositiveInt = 8
+    """Most tokens that are sampled in one turn."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it; log-probs are those after it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from the k likeliest tokens; 0 is off."""
     ignore_eos: bool = False
+    """Sample `max_new_tokens` tokens whatever they are, for fixed work."""
 
 
 class EngineSection(Section):
     """What every engine has."""
 
     replicas: PositiveInt = 1
+    """Engine replicas, an actor each."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     """Ray CPUs a replica."""
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """Ray GPUs a replica; 0 runs it on CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV cache."""
     kv_across_versions: Literal["recompute", "keep"] = "recompute"
+    """At a weight update, running requests keep their tokens; `recompute` rebuilds their KV under the new weights, `keep` goes on with the KV that
+    older weights wrote, which no recomputation can reproduce."""
     max_model_len: PositiveInt | None = None
     """Context in tokens; None takes the model's own."""
 
@@ -105,9 +121,13 @@ class VllmConfig(EngineSection):
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache on CPU; on GPU `gpu_memory_utilization` decides."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory that the replica takes."""
     tensor_parallel_size: PositiveInt = 1
+    """Devices that one replica is spread over."""
     max_num_seqs: PositiveInt = 128
+    """Samples decoded at once; more wait."""
     enforce_eager: bool = False
+    """Neither compile nor capture graphs: starts sooner, runs slower."""
     cpu_bind_from: Annotated[int, Field(ge=0)] | None = 0
     """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
 
@@ -119,6 +139,7 @@ class TorchEngineConfig(EngineSection):
     max_num_seqs: PositiveInt = 128
     """Samples decoded at once; more wait."""
     threads: PositiveInt = 1
+    """Compute threads a replica."""
     return_routing: bool = False
     """Return the MoE routing of every trajectory."""
 
@@ -136,6 +157,7 @@ class ScriptedConfig(EngineSection):
     apply_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that a weight update pauses the engine."""
     vocab_size: PositiveInt = 32
+    """Token ids are drawn below this."""
 
 
 EngineConfig = Annotated[VllmConfig | TorchEngineConfig | ScriptedConfig, Field(discriminator="type")]
@@ -153,6 +175,7 @@ class EpisodesConfig(Section):
     """The pool of episode workers."""
 
     workers: PositiveInt = 1
+    """Episode workers, an actor each; all of them share the engine replicas."""
     deadline_s: PositiveFloat = 300.0
     """For one group, rewards apart; past it the dispatch is `failed(deadline)`."""
     max_attempts: PositiveInt = 3

@@ -13,8 +13,11 @@ class TinyModelConfig(Section):
 
     type: Literal["tiny"] = "tiny"
     moe: bool = False
+    """Mixture of experts instead of a dense model."""
     seed: int = 0
+    """Of the first weights and of the warm start's data."""
     tie_embeddings: bool = True
+    """The head shares the embedding's weight."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.4
     """Sampled accuracy at which the warm start stops; 0 keeps random weights."""
 
@@ -24,6 +27,7 @@ class LocalModelConfig(Section):
 
     type: Literal["local"] = "local"
     path: Path
+    """The directory (`config.json`, `*.safetensors`, `tokenizer.json`); relative to the working directory."""
 
 
 ModelConfig = Annotated[TinyModelConfig | LocalModelConfig, Field(discriminator="type")]
@@ -33,13 +37,17 @@ class AlgorithmSection(Section):
     """What every policy-gradient algorithm here has: the clipped surrogate and its aggregation."""
 
     clip_low: PositiveFloat = 0.2
+    """The importance ratio is clipped at 1 - this."""
     clip_high: PositiveFloat = 0.28
+    """The importance ratio is clipped at 1 + this."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: every token of the batch weighs 1/N; sequence_mean: every trajectory 1/S, its tokens alike."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the frozen version 0; 0 loads no reference."""
     kl_estimator: Literal["k1", "k3"] = "k3"
+    """With p the policy and q version 0: k1 = log(p/q); k3 = q/p - 1 - log(q/p), never negative."""
     entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
 
 
 class GrpoConfig(AlgorithmSection):
@@ -47,6 +55,7 @@ class GrpoConfig(AlgorithmSection):
 
     type: Literal["grpo"] = "grpo"
     std_epsilon: NonNegativeFloat = 1e-4
+    """Added to the standard deviation."""
     normalize_std: bool = True
     """False leaves the division out (Dr. GRPO)."""
 
@@ -65,6 +74,7 @@ class ScheduleConfig(Section):
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of a linear rise to the peak rate."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the peak rate at `run.steps` (linear, cosine)."""
 
@@ -73,11 +83,17 @@ class OptimizerConfig(Section):
     """AdamW with a global gradient clip."""
 
     learning_rate: PositiveFloat = 3e-4
+    """The peak rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     epsilon: PositiveFloat = 1e-8
+    """AdamW's denominator is never below this."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradients with a larger global L2 norm are scaled down to it."""
     schedule: ScheduleConfig = ScheduleConfig()
 
 
@@ -85,7 +101,9 @@ class CheckpointConfig(Section):
     """When the trainer saves and what it keeps."""
 
     every_steps: PositiveInt = 20
+    """Steps between two checkpoints; the last step always has one."""
     keep_last: PositiveInt = 2
+    """Newest checkpoints that are kept."""
 
 
 class TrainerConfig(Section):
@@ -94,9 +112,11 @@ class TrainerConfig(Section):
     type: Literal["fsdp", "scripted"] = "fsdp"
     """`scripted` trains nothing and takes `scripted_step_s`: for tests and benchmarks of the loop."""
     ranks: PositiveInt = 1
+    """Trainer ranks, an actor each; the model is sharded over them. The result does not depend on their number."""
     num_cpus: NonNegativeFloat = 1.0
     """Ray CPUs a rank."""
     num_gpus: NonNegativeFloat = 0.0
+    """Ray GPUs a rank; 0 trains on CPU."""
     threads: PositiveInt = 1
     """Compute threads a rank, on CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -106,10 +126,12 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     activation_checkpointing: bool = False
+    """Keep only each block's inputs for backward, and compute the rest again."""
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scripted_step_s: NonNegativeFloat = 0.0
+    """Seconds of one step of the scripted trainer."""
 
     @model_validator(mode="after")
     def _scripted_step_only_when_scripted(self) -> Self:
@@ -122,6 +144,7 @@ class WeightsConfig(Section):
     """How new weights reach the engines."""
 
     transport: Literal["disk", "nccl", "ipc"] = "disk"
+    """How the bytes travel; `nccl` and `ipc` are for vLLM on GPUs."""
     shard_bytes: PositiveInt = 512 * 1024 * 1024
     """Published files hold at most this much, so that no more is ever gathered at once."""
     canary_floor_nats: PositiveFloat = 1e-5
