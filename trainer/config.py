@@ -73,6 +73,7 @@ class ScheduleConfig(Section):
     """Learning-rate schedule."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the way from the peak rate to the final one."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of a linear rise to the peak rate."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -89,7 +90,7 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of AdamW's second moment."""
     epsilon: PositiveFloat = 1e-8
-    """AdamW's denominator is never below this."""
+    """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
@@ -112,7 +113,7 @@ class TrainerConfig(Section):
     type: Literal["fsdp", "scripted"] = "fsdp"
     """`scripted` trains nothing and takes `scripted_step_s`: for tests and benchmarks of the loop."""
     ranks: PositiveInt = 1
-    """Trainer ranks, an actor each; the model is sharded over them. The result does not depend on their number."""
+    """Trainer ranks, an actor each; the model is sharded over them. Up to rounding, the result does not depend on their number."""
     num_cpus: NonNegativeFloat = 1.0
     """Ray CPUs a rank."""
     num_gpus: NonNegativeFloat = 0.0
