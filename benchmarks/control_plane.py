@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 from harness import concord_run, model_with_context, parser, report
 
+from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.weights import PolicyVersion
+
 GROUPS, SIZE = 64, 8
 
 
@@ -48,7 +51,6 @@ async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     from rollout.config import StoreConfig
     from rollout.dispatch import Dispatch, StepCommit
     from rollout.prompts import Prompt, PromptCursor
-    from rollout.weights import PolicyVersion
 
     with tempfile.TemporaryDirectory() as folder:
         store = RemoteStore(StoreActor.remote(Path(folder), StoreConfig()))
@@ -78,7 +80,12 @@ async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
                 raise RuntimeError("a lease came back short")
             await store.acknowledge(
                 StepCommit(
-                    policy=PolicyVersion(epoch, round_ + 1), dispatch_ids=tuple(ids), digest="", trajectories_trained=64, trajectories_masked=0, trajectories_dropped=0
+                    policy=PolicyVersion(epoch, round_ + 1),
+                    dispatch_ids=tuple(ids),
+                    digest="",
+                    trajectories_trained=64,
+                    trajectories_masked=0,
+                    trajectories_dropped=0,
                 )
             )
         elapsed = time.perf_counter() - begun
@@ -86,16 +93,25 @@ async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     return {"tokens": tokens, "trajectories_per_s": rounds * 64 / elapsed, "bytes_per_trajectory": encoded[0].header.num_bytes / SIZE}
 
 
-def group_of(dispatch_id: str, tokens: int, seed: int) -> Any:
+def group_of(dispatch_id: str, tokens: int, seed: int) -> TrajectoryGroup:
     """A group whose ids need four bytes."""
-    from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
-    from rollout.weights import PolicyVersion
-
     rng = np.random.default_rng(seed)
     tag = EngineTag(
-        engine="scripted", engine_version="1", replica=0, weights_dtype="float32", kv_dtype="float32", quantization="none", logprob_semantics=LogprobSemantics.PROCESSED,
-        kv_across_versions="recompute", temperature=1.0, top_p=1.0, top_k=0, tokenizer_fingerprint="", chat_template_digest="", weights_digest="",
-    )  # fmt: skip
+        engine="scripted",
+        engine_version="1",
+        replica=0,
+        weights_dtype="float32",
+        kv_dtype="float32",
+        quantization="none",
+        logprob_semantics=LogprobSemantics.PROCESSED,
+        kv_across_versions="recompute",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        tokenizer_fingerprint="",
+        chat_template_digest="",
+        weights_digest="",
+    )
     trajectories = tuple(
         Trajectory(
             trajectory_id=f"{dispatch_id}-{i}",

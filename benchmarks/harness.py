@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from pyarrow import parquet
 
@@ -28,6 +31,62 @@ class Run:
     rows: list[dict[str, float]]
     """One a step."""
     wall_s: float
+    """From the command to its end."""
+    step_at_s: dict[int, float]
+    """Seconds after the command at which a step's line was read."""
+    cpu_samples: list[tuple[float, float]]
+    """(seconds after the command, CPU seconds of all its processes so far), twice a second."""
+    peak_rss_mb: float
+    """Of all its processes together; shared pages count in each."""
+
+    def cpu_s_per_step(self, first: int, last: int) -> float:
+        """CPU seconds a step of all processes, between the ends of two steps."""
+        begin, end = self.step_at_s[first], self.step_at_s[last]
+        return (self._cpu_at(end) - self._cpu_at(begin)) / (last - first)
+
+    def _cpu_at(self, at_s: float) -> float:
+        times, values = zip(*self.cpu_samples, strict=True)
+        return float(np.interp(at_s, times, values))
+
+
+class TreeSampler(threading.Thread):
+    """CPU and memory of a process and all its descendants."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._begun = time.monotonic()
+        self._cpu: dict[int, float] = {}
+        self._ended = threading.Event()
+        self.samples: list[tuple[float, float]] = []
+        self.peak_rss = 0
+
+    def run(self) -> None:
+        while not self._ended.wait(0.5):
+            self.sample()
+
+    def sample(self) -> None:
+        """One look."""
+        rss = 0
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in processes:
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    rss += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+            self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), times.user + times.system)
+        self.samples.append((time.monotonic() - self._begun, sum(self._cpu.values())))
+        self.peak_rss = max(self.peak_rss, rss)
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._ended.set()
+        self.join()
 
 
 def model_with_context(folder: Path, tokens: int) -> Path:
@@ -38,36 +97,50 @@ def model_with_context(folder: Path, tokens: int) -> Path:
     return folder
 
 
-def toml_value(value: object) -> str:
-    """A scalar in TOML syntax."""
-    return json.dumps(value)
-
-
-def concord_run(settings: Mapping[str, object], base: str = "", timeout_s: float = 900.0, keep: Path | None = None) -> Run:
-    """Run `concord run` on a config of `base` (TOML text) and overriding `settings` in a temporary folder.
+def concord_run(settings: Mapping[str, object], config: Path | None = None, timeout_s: float = 900.0) -> Run:
+    """Run `concord run` on `config` (default: all defaults) with `settings` over it, in a temporary folder.
 
     Raises:
         RuntimeError: the run failed; with the end of its output.
     """
     folder = Path(tempfile.mkdtemp(prefix="concord-bench-"))
-    config = folder / "bench.toml"
-    config.write_text(base)
-    everything = {"run.dir": str(folder / "runs"), "run.name": "bench", **settings}
+    if config is None:
+        config = folder / "bench.toml"
+        config.touch()
     command = [str(CONCORD), "run", str(config)]
-    for key, value in everything.items():
-        command += ["--set", f"{key}={toml_value(value)}"]
-    before = os.times()
-    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    after = os.times()
+    for key, value in {"run.dir": str(folder / "runs"), "run.name": "bench", **settings}.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    begun = time.monotonic()
+    errors = (folder / "stderr").open("w+")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    sampler = TreeSampler(process.pid)
+    sampler.start()
+    killer = threading.Timer(timeout_s, process.kill)
+    killer.start()
+    step_at_s: dict[int, float] = {}
+    lines: list[str] = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if line.startswith('{"step"'):
+            step_at_s[json.loads(line)["step"]] = time.monotonic() - begun
+    code = process.wait()
+    killer.cancel()
+    sampler.end()
+    if code:
+        errors.seek(0)
+        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{''.join(lines[-5:])}\n{errors.read()[-4000:]}")
     directory = folder / "runs" / "bench"
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
-    rows = [row for part in sorted((directory / "metrics").glob("part-*.parquet")) for row in parquet.read_table(part).to_pylist()]
+    rows = [row for part in (directory / "metrics").glob("part-*.parquet") for row in parquet.read_table(part).to_pylist()]
     summary = json.loads((directory / "summary.json").read_text())
-    if keep is not None:
-        shutil.copytree(directory, keep, dirs_exist_ok=True)
     shutil.rmtree(folder)
-    return Run(summary=summary, rows=sorted(rows, key=lambda row: row["step"]), wall_s=after.elapsed - before.elapsed)
+    return Run(
+        summary=summary,
+        rows=sorted(rows, key=lambda row: row["step"]),
+        wall_s=time.monotonic() - begun,
+        step_at_s=step_at_s,
+        cpu_samples=sampler.samples,
+        peak_rss_mb=round(sampler.peak_rss / 2**20, 1),
+    )
 
 
 def machine() -> dict[str, object]:
