@@ -46,7 +46,7 @@ class RunSection(Section):
     group_size: PositiveInt = 8
     """Trajectories a group."""
     deterministic: bool = False
-    """Same seed, same result, bit for bit (blueprint, section 10): torch or scripted engine, one rank, one thread."""
+    """Same seed, same result, bit for bit: torch or scripted engine, one rank, one thread."""
 
 
 class StalenessConfig(Section):

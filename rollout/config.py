@@ -177,6 +177,6 @@ class EpisodesConfig(Section):
     workers: PositiveInt = 1
     """Episode workers, an actor each; all of them share the engine replicas."""
     deadline_s: PositiveFloat = 300.0
-    """For one group, rewards apart; past it the dispatch is `failed(deadline)`."""
+    """For one group, its rewards included; past it the dispatch is `failed(deadline)`."""
     max_attempts: PositiveInt = 3
     """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do not count."""

@@ -52,10 +52,13 @@ class FailReason(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt leaves no room for a token in the context."""
     REWARD_TIMEOUT = "reward_timeout"
+    """The reward passed its deadline."""
     REWARD_RAISED = "reward_raised"
+    """The reward function raised."""
     REWARD_INVALID = "reward_invalid"
     """The reward was NaN, infinite or not a number."""
     REWARD_WORKER_DIED = "reward_worker_died"
+    """The reward worker died while it judged."""
     DEADLINE = "deadline"
     """The episode passed its deadline."""
 
