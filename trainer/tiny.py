@@ -69,14 +69,14 @@ def _build_into(directory: Path, config: TinyModelConfig, progress: Callable[[st
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that the result does not depend on the machine's number of cores
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            torch.manual_seed(config.seed)  # pyright: ignore[reportUnknownMemberType]
             model = tiny_architecture(config)
             reached = warm_start(model, config.target_accuracy, config.seed, progress).as_dict() if config.target_accuracy else {}
     finally:
         torch.set_num_threads(threads)
-    model.save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
+    model.save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
+    tiny_tokenizer().save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
     (directory / "warm_start.json").write_text(json.dumps(reached))
     directory.chmod(0o755)
 

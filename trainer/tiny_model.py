@@ -1,5 +1,7 @@
 """Architecture and tokenizer of the tiny character model. It knows no training."""
 
+from typing import Any
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -13,7 +15,7 @@ VOCABULARY = {"<pad>": PAD_ID, "<eos>": EOS_ID} | {character: i + 2 for i, chara
 
 def tiny_architecture(config: TinyModelConfig) -> PreTrainedModel:
     """A Qwen3 (0.3 M parameters) or Qwen3-MoE with four experts of which two are used; weights from torch's generator."""
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 96,
         "intermediate_size": 256,
@@ -32,7 +34,7 @@ def tiny_architecture(config: TinyModelConfig) -> PreTrainedModel:
         "dtype": "float32",
     }
     if config.moe:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": []}
+        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": []}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 

@@ -36,10 +36,10 @@ class OrthogonalMomentum:
 def _orthogonal(matrix: Tensor) -> Tensor:
     """[..., R, C] -> about U V^T of its singular value decomposition, by Newton-Schulz iterations."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    wide = matrix.mT if tall else matrix
-    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    wide = matrix.transpose(-2, -1) if tall else matrix
+    wide = wide / (wide.square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7)
     linear, cubic, quintic = _COEFFICIENTS
     for _ in range(_ITERATIONS):
-        gram = wide @ wide.mT
+        gram = wide @ wide.transpose(-2, -1)
         wide = linear * wide + (cubic * gram + quintic * gram @ gram) @ wide
-    return wide.mT if tall else wide
+    return wide.transpose(-2, -1) if tall else wide

@@ -97,11 +97,11 @@ class _Run:
         logits = self._answer_logits(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, _PROMPT_TOKENS:].flatten(), ignore_index=PAD_ID)
         self._model.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
         nn.utils.clip_grad_norm_(self._model.parameters(), RECIPE.max_grad_norm)
         for group in self._others.param_groups:
             group["lr"] = RECIPE.other_rate * rate
-        self._others.step()
+        self._others.step()  # pyright: ignore[reportUnknownMemberType]
         self._matrices.step(RECIPE.matrix_rate * rate)
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ def encode(pairs: NDArray[np.int64], sums: NDArray[np.int64]) -> Tensor:
     for place in range(3):
         ids[:, _PROMPT_TOKENS + place] = np.where(place < length, sums // 10**place % 10 + _ZERO, PAD_ID)
     ids[np.arange(pairs.size), _PROMPT_TOKENS + length] = EOS_ID
-    return torch.from_numpy(ids)
+    return torch.as_tensor(ids)
 
 
 def _sums(pairs: NDArray[np.int64]) -> NDArray[np.int64]:

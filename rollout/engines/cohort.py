@@ -5,6 +5,7 @@ when rows finish, the last ones take their places, so the batch is dense at ever
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from rollout.engines.cohort_cache import PrefillCache, RowCache
 from rollout.engines.sampling import RowSampling, draw
 from rollout.engines.torch_engine_model import DecodeModel
-from rollout.engines.torch_engine_routing import RoutingCapture
+from rollout.engines.torch_engine_routing import Experts, RoutingCapture
 from rollout.generation import GenerationRequest, SamplingParams, TokenChunk
 from rollout.trajectory import FinishReason, RoutingTrace
 from rollout.weights import PolicyVersion
@@ -40,7 +41,7 @@ class Row:
     spans: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
     """(policy, first token sampled under it)"""
     finish: FinishReason | None = None
-    routing: list[NDArray[np.uint8] | NDArray[np.uint16]] = field(default_factory=list[NDArray[np.uint8] | NDArray[np.uint16]])
+    routing: list[Experts] = field(default_factory=list[Experts])
     """Pieces [n, blocks, top_k], for consecutive inputs from 0."""
 
     def accept(self, token: int, logprob: float, policy: PolicyVersion) -> bool:
@@ -77,8 +78,8 @@ class Row:
     def _trace(self) -> RoutingTrace | None:
         if not self.routing:
             return None
-        chosen = np.concatenate(self.routing)
-        experts = np.zeros((len(self.given) + len(self.tokens) - 1, *chosen.shape[1:]), dtype=chosen.dtype)
+        chosen = cast(Experts, np.concatenate(self.routing))
+        experts = cast(Experts, np.zeros((len(self.given) + len(self.tokens) - 1, *chosen.shape[1:]), dtype=chosen.dtype))
         covered = np.zeros(experts.shape[0], dtype=np.bool_)
         experts[: chosen.shape[0]], covered[: chosen.shape[0]] = chosen[: experts.shape[0]], True
         return RoutingTrace(experts=experts, covered=covered)

@@ -29,7 +29,7 @@ class Uniforms:
         self._origin["state"]["key"][0] = key
         self._generator.state = self._origin
         raw = self._generator.random_raw(first + count)[first:]
-        return ((raw >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
+        return ((raw >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ attention does more than causal softmax are refused, and the self-check compares
 """
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +65,16 @@ class DecodeModel:
             with no_init_weights():
                 self.module: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=_ATTENTION)
         self.module.tie_weights()
-        self.module.to(device=device).eval().requires_grad_(requires_grad=False)
+        nn.Module.to(self.module, device)
+        self.module.eval().requires_grad_(requires_grad=False)
         self.dtype, self.device = dtype, device
         self._base: nn.Module = self.module.base_model
-        self._head: nn.Module = self.module.get_output_embeddings()
+        self._head = cast(nn.Module, self.module.get_output_embeddings())
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self.module.get_input_embeddings().weight.shape[0]
+        return cast(nn.Embedding, self.module.get_input_embeddings()).weight.shape[0]
 
     @property
     def context_tokens(self) -> int | None:

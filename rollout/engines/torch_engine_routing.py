@@ -1,11 +1,15 @@
 """Catches which experts a mixture-of-experts model chose, through hooks on its routers. It knows no request."""
 
+from typing import cast
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.errors import UserError
+
+Experts = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 class RoutingCapture:
@@ -20,17 +24,18 @@ class RoutingCapture:
         self.dtype = np.uint8 if num_experts <= 256 else np.uint16
         self._num_experts, self._top_k = num_experts, top_k
         self._chosen: list[Tensor] = []
-        routers = [block.gate for block in model.modules() if isinstance(getattr(block, "gate", None), nn.Module) and hasattr(block, "experts")]
+        gates = [getattr(block, "gate", None) for block in model.modules() if hasattr(block, "experts")]
+        routers = [gate for gate in gates if isinstance(gate, nn.Module)]
         if not routers:
             raise UserError(f"got engine.return_routing = true, but {type(model).__name__} has no router that the torch engine finds; set it to false")
         for router in routers:
             router.register_forward_hook(self._catch)
 
-    def take(self, batch: int) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    def take(self, batch: int) -> Experts:
         """[B, T, blocks, top_k] of the newest forward pass, which had B rows; forgets it."""
         stacked = torch.stack(self._chosen, dim=1)
         self._chosen.clear()
-        return stacked.view(batch, -1, *stacked.shape[1:]).cpu().numpy().astype(self.dtype)
+        return cast(Experts, stacked.view(batch, -1, *stacked.shape[1:]).cpu().numpy().astype(self.dtype))
 
     def clear(self) -> None:
         """Forget passes whose routing nobody wants."""

@@ -32,7 +32,7 @@ class WeightLoader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        self._ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     @torch.no_grad()
     def receive(self, manifest: WeightManifest) -> str:
@@ -52,7 +52,7 @@ class WeightLoader:
                 if name in seen:
                     raise EngineError(f"tensor {name} is in two files of {manifest.location}; publish it once")
                 seen.add(name)
-                digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+                digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
                 entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), sha256=digest))
                 if not any(pattern.search(name) for pattern in self._ignored):
                     self._fill(name, tensor, parameters)
