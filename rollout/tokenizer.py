@@ -9,7 +9,6 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from rollout.chat_template import ChatTemplate
 from rollout.digests import json_digest
@@ -92,8 +91,6 @@ class HuggingFaceTokenizer:
         self.bos_id = self._special_id("bos_token")
         self.eos_ids = self._find_eos_ids()
         _check_embedding(files, self.vocab_size, self.eos_ids)
-        if files.add_bos is not None or files.add_eos is not None:
-            self._set_post_processor(bool(files.add_bos), bool(files.add_eos))
         template = files.chat_template
         self._chat_template = None if template is None else ChatTemplate(template, files.special_tokens, str(files.model_dir))
 
@@ -103,7 +100,7 @@ class HuggingFaceTokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """[P] ids of raw text, with the special tokens that the model's tokenizer adds."""
+        """[P] ids of raw text, with the special tokens that the post-processor of tokenizer.json adds; as in transformers, it outranks `add_bos_token`."""
         return np.array(self._backend.encode(text, add_special_tokens=True).ids, dtype=np.int32)
 
     def decode(self, ids: NDArray[np.int32], skip_special_tokens: bool = True) -> str:
@@ -175,16 +172,6 @@ class HuggingFaceTokenizer:
                 "nor eos_token in tokenizer_config.json; set one, else no sample can stop"
             )
         return ids
-
-    def _set_post_processor(self, add_bos: bool, add_eos: bool) -> None:
-        """Explicit add_bos_token / add_eos_token replace the post-processor, as in transformers; one without its token adds nothing."""
-        named = self._files.special_tokens
-        bos = named.get("bos_token") if add_bos else None
-        eos = named.get("eos_token") if add_eos else None
-        single = [*([] if bos is None else [f"{bos}:0"]), "$A:0", *([] if eos is None else [f"{eos}:0"])]
-        pair = [*single, *([] if bos is None else [f"{bos}:1"]), "$B:1", *([] if eos is None else [f"{eos}:1"])]
-        tokens = [(text, token_id) for text in (bos, eos) if text is not None and (token_id := self._backend.token_to_id(text)) is not None]
-        self._backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
 def _check_declared(backend: Backend, files: TokenizerFiles) -> None:

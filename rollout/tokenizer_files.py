@@ -21,7 +21,7 @@ class TokenizerFiles:
     declared_tokens: dict[int, str]
     """Token id -> text of tokens that tokenizer_config.json says were added."""
     add_bos: bool | None
-    """`add_bos_token` of tokenizer_config.json, None where it does not say."""
+    """`add_bos_token` of tokenizer_config.json, None where it does not say. Declared only: the post-processor of tokenizer.json decides."""
     add_eos: bool | None
     eos_ids: tuple[int, ...]
     """End tokens of generation_config.json, else of config.json. The tokenizer's own end token is not yet among them."""

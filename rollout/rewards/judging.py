@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from rollout.errors import RewardError, boundary
+from rollout.errors import ConcordError, boundary
 from rollout.prompts import Prompt
 from rollout.protocols import RewardFunction
 from rollout.rewards.errors import RewardFailure, RewardInvalid, RewardRaised
@@ -23,7 +23,7 @@ def judge(function: RewardFunction, prompt: Prompt, completion: str, trajectory:
             answer: object = function(prompt, completion, trajectory)
     except RewardFailure:
         raise
-    except RewardError as cause:
+    except ConcordError as cause:
         raise RewardRaised(str(cause)) from cause
     return _checked(answer, trajectory.trajectory_id)
 

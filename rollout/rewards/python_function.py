@@ -23,7 +23,7 @@ def load_function(name: str) -> RewardFunction:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        what = "has no such attribute" if found is None else f"holds a {type(found).__name__} there"
+        what = "has no such attribute" if found is None else f"is of type {type(found).__name__}"
         functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise UserError(f"got reward.function = {name!r}, but {module_name} {what}; its callables are: {', '.join(functions) or 'none'}")
     return cast(RewardFunction, found)
