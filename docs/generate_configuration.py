@@ -158,7 +158,8 @@ def values_of(schema: dict[str, Any]) -> str:
         return " or ".join("nothing" if one.get("type") == "null" else values_of(one) for one in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    words = "path" if schema.get("format") == "path" else {"boolean": "true, false", "integer": "whole number"}.get(schema["type"], schema["type"])
+    kind = str(schema.get("format", schema["type"]))
+    words = {"boolean": "true, false", "integer": "whole number"}.get(kind, kind)
     limits = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     bounds = [f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if limit in schema]
     return " ".join([words, *([", ".join(bounds)] if bounds else [])])
