@@ -4,6 +4,7 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -85,7 +86,7 @@ def digest_directory(directory: Path) -> tuple[TensorEntry, ...]:
         UserError: a file is missing or broken, or two files hold a tensor of the same name.
     """
     entries = sorted((entry for path in weight_files(directory) for entry in digest_file(path)), key=lambda entry: entry.name)
-    twice = [a.name for a, b in zip(entries, entries[1:], strict=False) if a.name == b.name]
+    twice = [a.name for a, b in pairwise(entries) if a.name == b.name]
     if twice:
         raise UserError(f"{directory} holds {twice[0]} in two files; expected each tensor once: publish or copy the model again")
     return tuple(entries)

@@ -10,7 +10,7 @@ from typing import cast
 from rollout.errors import UserError
 
 _MAX_HEADER_BYTES = 100_000_000
-_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}
+_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def _span(path: Path, name: str, entry: object, base: int, size: int) -> TensorS
         raise _broken(path, f"its entry of {name} lacks dtype, shape or offsets") from error
     if not base <= start <= end <= size:
         raise _broken(path, f"the bytes of {name} end at {end} but the file has {size}: it was cut short")
-    if dtype in _BITS and end - start != prod(shape) * _BITS[dtype] // 8:
+    if dtype in _SIZES and end - start != prod(shape) * _SIZES[dtype]:
         raise _broken(path, f"{name} has {end - start} bytes for {dtype} {shape}")
     return TensorSpan(name=name, dtype=dtype, shape=shape, start=start, end=end)
 

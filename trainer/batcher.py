@@ -29,7 +29,9 @@ class TrainingBatch:
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
 
 
-def build_batch(groups: Sequence[AuditedGroup], algorithm: Algorithm, oldest_version: int, aggregation: Literal["token_mean", "sequence_mean"]) -> TrainingBatch:
+def build_batch(
+    groups: Sequence[AuditedGroup], algorithm: Algorithm, oldest_version: int, aggregation: Literal["token_mean", "sequence_mean"]
+) -> TrainingBatch:
     """Take the sampled tokens of accepted trajectories, except those older than `oldest_version`.
 
     Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n) (sequence_mean, S samples with n terms).
@@ -66,7 +68,7 @@ def build_batch(groups: Sequence[AuditedGroup], algorithm: Algorithm, oldest_ver
 def _loss_mask(trajectory: Trajectory, verdict: Verdict, oldest_version: int) -> NDArray[np.bool_]:
     """[T]; position 0 is never in it, since no position predicts it."""
     if verdict is Verdict.MASK:
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: verdict mask without a token mask; a verdict on whole trajectories is accept, reject or quarantine")
+        raise ValueError(f"trajectory {trajectory.trajectory_id}: verdict mask names no tokens; expected accept, reject or quarantine")
     if verdict is not Verdict.ACCEPT:
         return np.zeros(trajectory.sampled.shape, dtype=np.bool_)
     mask = trajectory.sampled.copy()
@@ -93,8 +95,8 @@ def _temperature(trajectories: Sequence[Trajectory]) -> float:
     tags = {trajectory.tag for trajectory in trajectories}
     temperatures = sorted({tag.temperature for tag in tags})
     if len(temperatures) > 1:
-        raise UserError(f"got trajectories sampled at temperatures {temperatures} in one batch; one step trains at one temperature: keep `sampling.temperature` fixed in a run")
+        raise UserError(f"got trajectories sampled at temperatures {temperatures} in one batch, expected one: keep `sampling.temperature` fixed in a run")
     raw = [tag.engine for tag in tags if tag.logprob_semantics is LogprobSemantics.RAW and tag.temperature != 1.0]
     if raw:
-        raise UserError(f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; expected log-probs after temperature: set its log-prob mode to processed")
+        raise UserError(f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; set its log-prob mode to processed")
     return temperatures[0] if temperatures else 1.0

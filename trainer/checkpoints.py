@@ -35,7 +35,13 @@ class CheckpointState:
 def state_bytes(state: CheckpointState) -> bytes:
     """The JSON of `state`."""
     return canonical_json(
-        {"format": _FORMAT, "policy": state.policy.key, "seed": state.seed, "weights_digest": state.weights_digest, "store_position": dict(state.store_position)}
+        {
+            "format": _FORMAT,
+            "policy": state.policy.key,
+            "seed": state.seed,
+            "weights_digest": state.weights_digest,
+            "store_position": dict(state.store_position),
+        }
     )
 
 

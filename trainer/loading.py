@@ -1,6 +1,6 @@
 """A model directory becomes a sharded model: built on the meta device, sharded, then filled tensor by tensor. No rank ever holds the whole model."""
 
-import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from rollout.tensor_files import TensorSpan, tensor_spans, weight_files
 from trainer.config import TrainerConfig
 from trainer.policy_model import PolicyModel, refuse_a_foreign_head
 from trainer.ranks import Ranks, reshard, shard_model
-from trainer.tensor_layout import TensorLayout, TensorSource, stored_tensors
+from trainer.tensor_layout import TensorLayout, TensorSource, modules_of, stored_tensors, transient_buffers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,9 +39,9 @@ def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen:
     dtype = DTYPES[config.dtype]
     shard_model(model, ranks, dtype)
     _fill(model, layout, model_dir, ranks)
-    for module in model.modules():
+    for _, module in modules_of(model):
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(ranks.device), persistent=name not in _transient_names(module))
+            module.register_buffer(name, buffer.to(ranks.device), persistent=name not in transient_buffers(module))
     refuse_a_foreign_head(model, dtype, ranks.device)
     reshard(model)
     return model, layout
@@ -49,8 +49,8 @@ def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen:
 
 def _meta_model(model_dir: Path) -> nn.Module:
     with boundary(UserError, f"cannot build the model of {model_dir}"), torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        return cast(nn.Module, AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+        config: Any = cast(Any, AutoConfig).from_pretrained(model_dir, local_files_only=True)
+        return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
 
 
 def _rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
@@ -59,20 +59,28 @@ def _rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
     Raises:
         UserError: the architecture does not say how.
     """
-    for path, module in model.named_modules():
-        names = [name for name in _transient_names(module) if (buffer := module._buffers.get(name)) is not None and buffer.is_meta]
-        if not names:
-            continue
-        for name in names:
-            buffer = cast(Tensor, module._buffers[name])
-            missing = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min if buffer.dtype != torch.bool else False
-            module._buffers[name] = torch.full(buffer.shape, missing, dtype=buffer.dtype)
-        cast(Any, model)._init_weights(module)
-        for name in names:
-            buffer = cast(Tensor, module._buffers[name])
-            absent = buffer.isnan().any() if buffer.is_floating_point() else buffer.dtype == torch.bool or (buffer == torch.iinfo(buffer.dtype).min).any()
-            if absent:
-                raise UserError(f"{architecture}: buffer {path}.{name} is in no checkpoint and the architecture does not initialise it; use another architecture")
+    for path, module in modules_of(model):
+        buffers = dict(module.named_buffers(recurse=False))
+        empty = {name: _without_values(buffers[name]) for name in transient_buffers(module) if name in buffers and buffers[name].is_meta}
+        for name, buffer in empty.items():
+            module.register_buffer(name, buffer, persistent=False)
+        if empty:
+            cast(Any, model)._init_weights(module)
+        for name, buffer in empty.items():
+            if _lacks_values(buffer):
+                raise UserError(f"{architecture}: buffer {path}.{name} is in no checkpoint and nothing initialises it; use another architecture")
+
+
+def _without_values(buffer: Tensor) -> Tensor:
+    """A buffer on CPU that shows whether it was written; a boolean one cannot show it, so it counts as never written."""
+    mark = float("nan") if buffer.is_floating_point() else buffer.dtype == torch.bool or torch.iinfo(buffer.dtype).min
+    return torch.full(buffer.shape, mark, dtype=buffer.dtype)
+
+
+def _lacks_values(buffer: Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return True
+    return bool((buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min).any())
 
 
 def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Ranks) -> None:
@@ -123,20 +131,9 @@ def _refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unkno
     ignored = [str(pattern) for pattern in cast(Any, model.causal_lm)._keys_to_ignore_on_load_unexpected or ()]
     strange = [name for name in unknown if not name.endswith("rotary_emb.inv_freq") and not _matches(name, ignored)]
     if strange:
-        raise UserError(f"{model_dir} holds {len(strange)} tensors that {model.architecture} does not know (first {strange[0]}); config.json and weights belong to different models")
+        first = f"{len(strange)} tensors that {model.architecture} does not know (first {strange[0]})"
+        raise UserError(f"{model_dir} holds {first}; config.json and weights belong to different models: copy the model again")
 
 
 def _matches(name: str, patterns: list[str]) -> bool:
-    import re
-
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _transient_names(module: nn.Module) -> set[str]:
-    return cast(set[str], getattr(module, "_non_persistent_buffers_set", set()))
-
-
-def config_dtype(model_dir: Path) -> str:
-    """The dtype that config.json names, or the empty string."""
-    config = cast(dict[str, object], json.loads((model_dir / "config.json").read_bytes()))
-    return str(config.get("dtype") or config.get("torch_dtype") or "")

@@ -90,7 +90,7 @@ def _read_object(path: Path, cure: str) -> dict[str, object]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); {cure}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds {type(cast(object, value)).__name__}, expected an object; {cure}")
+        raise UserError(f"{path} holds {type(value).__name__}, expected an object; {cure}")
     return cast(dict[str, object], value)
 
 

@@ -1,14 +1,18 @@
 """AdamW over sharded float32 parameters, with a clip by the global norm and a learning rate that is a pure function of the step."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig
 from trainer.ranks import Ranks, local_tensors
+
+_torch: Any = torch
+"""For the foreach functions, which torch itself calls private."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +52,28 @@ class PolicyOptimizer:
             fused=True,
         )
 
-    def step(self, step: int, withheld: str = "") -> OptimizerReport:
+    def step(self, step: int, *, apply: bool = True) -> OptimizerReport:
         """Clip the gradients, apply them unless they are not finite, and drop them. Collective.
 
         Args:
             step: number of this optimizer step, from 1; it sets the learning rate.
-            withheld: reason to apply nothing, whatever the gradients.
+            apply: False drops the gradients: a batch without a term must not move the weights by old momentum.
         """
         gradients = local_tensors([p.grad for p in self._parameters if p.grad is not None])
         norm = self._global_norm(gradients)
         rate = learning_rate(self._config, step, self._total_steps)
-        skipped = withheld or ("" if math.isfinite(norm) else f"non-finite gradient (norm {norm})")
-        if not skipped:
+        skipped = "" if math.isfinite(norm) else f"non-finite gradient (norm {norm})"
+        if apply and not skipped:
             if norm > self._config.max_grad_norm:
-                torch._foreach_mul_(gradients, self._config.max_grad_norm / norm)
+                _torch._foreach_mul_(gradients, self._config.max_grad_norm / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()  # pyright: ignore[reportUnknownMemberType]
         self.adamw.zero_grad(set_to_none=True)
         return OptimizerReport(grad_norm=norm, learning_rate=rate, skipped=skipped)
 
-    def _global_norm(self, gradients: Sequence[Tensor]) -> float:
+    def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         if gradients:
-            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            squares += torch.stack(_torch._foreach_norm(gradients)).double().square().sum()
         return math.sqrt(float(self._ranks.sum(squares)))

@@ -1,7 +1,7 @@
 """The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no rank and no optimizer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
     width = micro.token_ids.shape[1] - 1
 
     def tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        return cast(Tensor, cast(Any, torch).from_numpy(np.ascontiguousarray(array))).to(device, non_blocking=True)
 
     return LossTokens(
         token_ids=tensor(micro.token_ids[:, :-1]),
@@ -79,7 +79,8 @@ class PolicyLoss:
         ratio = torch.exp(difference)
         low = (ratio < 1.0 - self._config.clip_low) & (tokens.advantages < 0)
         high = (ratio > 1.0 + self._config.clip_high) & (tokens.advantages > 0)
-        columns = torch.stack((torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), ratio - 1.0 - difference, difference.abs(), reference_kl))
+        approx_kl = ratio - 1.0 - difference
+        columns = torch.stack((torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), approx_kl, difference.abs(), reference_kl))
         return torch.cat((loss.detach().reshape(1).double(), columns.detach().double().sum(dim=1)))
 
 

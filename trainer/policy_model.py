@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 from rollout.errors import UserError
 from trainer.logprobs import chunked_logprobs
@@ -38,7 +38,7 @@ class PolicyModel(nn.Module):
         return chunked_logprobs(chosen, self._head_weight(), targets, temperature, self.chunk_tokens)
 
     def head_gap(self, token_ids: Tensor) -> Tensor:
-        """Largest |difference| in nats between this module's logits and the model's own, over all positions of `token_ids` [1, T] and the vocabulary."""
+        """Largest |difference| in nats between this module's logits and the model's own, over `token_ids` [1, T] and the vocabulary."""
         own = cast(Any, self.causal_lm)(input_ids=token_ids, use_cache=False).logits.float()
         ours = nn.functional.linear(self._hidden(token_ids), self._head_weight()).float()
         return (torch.log_softmax(own, dim=-1) - torch.log_softmax(ours, dim=-1)).abs().max()
@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
         names = set(cast(list[str] | None, getattr(self.causal_lm, "_no_split_modules", None)) or [])
         found = [module for module in self.causal_lm.modules() if type(module).__name__ in names]
         if not found:
-            raise UserError(f"{self.architecture} names no transformer blocks (_no_split_modules), so it cannot be sharded block by block; use another architecture")
+            raise UserError(f"{self.architecture} names no transformer blocks (_no_split_modules), so it cannot be sharded; use another architecture")
         return found
 
     def checkpoint_activations(self) -> None:
@@ -77,15 +77,16 @@ def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.
     config = cast(Any, model.causal_lm).config
     head = cast(Any, model.causal_lm).get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise UserError(f"{model.architecture} has {'no output head' if head is None else 'a head with a bias'}; this trainer supports heads that are one matrix product")
+        what = "no output head" if head is None else "a head with a bias"
+        raise UserError(f"{model.architecture} has {what}; this trainer supports heads that are one matrix product: use another architecture")
     vocab_size = int(config.get_text_config().vocab_size)
     token_ids = (torch.arange(1, 9, device=device) * 7919 % vocab_size).unsqueeze(0)
     with torch.no_grad():
         gap = float(model.head_gap(token_ids))
     if not gap <= _HEAD_TOLERANCE_NATS[dtype]:
         raise UserError(
-            f"{model.architecture}: the model's own log-probs differ from hidden states x head by {gap:.3g} nats (at most {_HEAD_TOLERANCE_NATS[dtype]:g} expected); "
-            "logit scaling or softcapping is not supported: use an architecture without it"
+            f"{model.architecture}: the model's own log-probs differ from hidden states x head by {gap:.3g} nats "
+            f"(at most {_HEAD_TOLERANCE_NATS[dtype]:g} expected); logit scaling or softcapping is not supported: use an architecture without it"
         )
 
 
@@ -93,6 +94,6 @@ def _checkpoint_block(block: nn.Module) -> None:
     forward = block.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return cast(Any, checkpoint).checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.forward = recomputed

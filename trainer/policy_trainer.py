@@ -8,6 +8,7 @@ Every method but `close` is collective: all ranks call it with the same argument
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,14 +77,14 @@ class PolicyTrainer:
         clock.end("pack")
         sums = self._forward_backward(micro_batches[self._ranks.rank], batch.temperature)
         clock.end("forward_backward")
-        optimizer = self._optimizer.step(request.policy.version, withheld="" if batch.num_tokens else "no token of the batch is in the loss")
-        sums = self._ranks.sum(sums).tolist()
+        optimizer = self._optimizer.step(request.policy.version, apply=batch.num_tokens > 0)
+        totals = cast(list[float], cast(Any, self._ranks.sum(sums)).tolist())
         clock.end("optimizer")
-        return _report(request, batch, micro_batches, dict(zip(SUMS, sums, strict=True)), optimizer, clock)
+        return _report(request, batch, micro_batches, dict(zip(SUMS, totals, strict=True)), optimizer, clock)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
-        ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._ranks.device)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._ranks.device)
         positions = torch.arange(ids.numel() - 1, device=self._ranks.device)
         with torch.no_grad():
             logprobs, _ = self._model(ids[None, :-1], positions, ids[1:], 1.0)

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,11 +20,19 @@ from rollout.manifest import write_manifest
 from rollout.weights import Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
 from trainer.durable import begin_directory, complete_directory
 from trainer.policy_model import PolicyModel
-from trainer.ranks import Ranks
+from trainer.ranks import Ranks, local_tensor
 from trainer.tensor_layout import TensorLayout, stored_tensors
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
-_STATIC_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*")
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+_STATIC_FILES = ("*config.json", "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +114,18 @@ class Publisher:
         """Checkpoint name and CPU tensor of everything published, on rank 0 only; the others take part in the gathering and see none."""
         with torch.no_grad():
             for name, tensor in stored_tensors(self._model.causal_lm):
-                if isinstance(tensor, DTensor):
-                    whole = tensor.to(self._dtype).full_tensor()
-                else:
-                    whole = tensor.to(self._dtype) if isinstance(tensor, torch.nn.Parameter) else tensor
+                whole = self._whole(tensor)
                 if self._ranks.first:
-                    for stored, part in self._layout.stored_form(name, whole.detach()).items():
+                    for stored, part in self._layout.stored_form(name, whole).items():
                         yield stored, part.cpu().contiguous()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A parameter in the published dtype, gathered; a buffer as it is."""
+        if not isinstance(tensor, DTensor):
+            return tensor.to(self._dtype) if isinstance(tensor, torch.nn.Parameter) else tensor
+        if self._ranks.world == 1:
+            return local_tensor(tensor).to(self._dtype)
+        return cast(Tensor, cast(Any, tensor.to(self._dtype)).full_tensor())
 
     def _finish(self, temporary: Path, directory: Path, manifest: WeightManifest, shards: list[_Shard]) -> None:
         with boundary(UserError, f"cannot write {directory} (free space, or choose another run directory)"):
@@ -154,7 +167,7 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 def _save_shard(temporary: Path, number: int, tensors: dict[str, Tensor]) -> _Shard:
     path = temporary / f"shard-{number}.safetensors"
     with boundary(UserError, f"cannot write weights to {temporary} (free space, or choose another run directory)"):
-        save_file(tensors, path, metadata={"format": "pt"})
+        cast(Any, safetensors.torch).save_file(tensors, path, metadata={"format": "pt"})
     entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
     return _Shard(path=path, entries=entries, num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from rollout.errors import ConcordError, UserError
 from trainer.config import TrainerConfig
@@ -35,7 +36,7 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. Collective."""
         if self.world > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+            cast(Any, dist).all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
     def agree(self, error: str = "") -> None:
@@ -47,7 +48,7 @@ class Ranks:
         messages: list[str] = [error]
         if self.world > 1:
             messages = [""] * self.world
-            dist.all_gather_object(messages, error)
+            cast(Any, dist).all_gather_object(messages, error)
         failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message]
         if failed:
             raise ConcordError("; ".join(failed))
@@ -115,6 +116,4 @@ def local_tensors(parameters: Sequence[nn.Parameter | Tensor]) -> list[Tensor]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, or the tensor itself."""
-    if isinstance(tensor, dist.tensor.DTensor):
-        return cast(Tensor, tensor.to_local())  # pyright: ignore[reportUnknownMemberType]
-    return tensor
+    return cast(Tensor, cast(Any, tensor).to_local()) if isinstance(tensor, DTensor) else tensor

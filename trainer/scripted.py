@@ -5,10 +5,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from rollout.codec import decode
 from rollout.digests import manifest_digest
@@ -94,7 +95,7 @@ class ScriptedTrainer:
 
     def _write(self, policy: PolicyVersion, directory: Path) -> WeightManifest:
         temporary = begin_directory(directory)
-        save_file({"scripted.weight": self._tensor}, temporary / "model.safetensors")
+        cast(Any, safetensors.numpy).save_file({"scripted.weight": self._tensor}, temporary / "model.safetensors")
         tensors = digest_directory(temporary)
         ids = canary_token_ids(self._vocab_size, self._vocab_size, None)
         manifest = WeightManifest(

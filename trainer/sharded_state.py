@@ -1,11 +1,12 @@
 """Model, optimizer and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rollout.errors import ConcordError, UserError, boundary
@@ -13,6 +14,9 @@ from trainer.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_
 from trainer.durable import begin_directory, complete_directory
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
+
+_dcp: Any = torch.distributed.checkpoint
+"""Typed only in part by its authors."""
 
 
 def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel, adamw: torch.optim.Optimizer, ranks: Ranks) -> None:
@@ -25,8 +29,8 @@ def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel,
     temporary = directory.with_name(f".partial-{directory.name}")
     _together(ranks, lambda: begin_directory(directory) if ranks.first else None)
     with boundary(UserError, f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
-        dcp.save(_tensors(model, adamw), checkpoint_id=temporary / TENSORS_NAME)
-        (temporary / _rng_name(ranks.rank)).write_text(json.dumps(torch.get_rng_state().tolist()))
+        _dcp.save(_tensors(model, adamw), checkpoint_id=temporary / TENSORS_NAME)
+        (temporary / _rng_name(ranks.rank)).write_text(json.dumps(cast(Any, torch.get_rng_state()).tolist()))
     ranks.agree()
     _together(ranks, lambda: _complete(temporary, directory, state) if ranks.first else None)
 
@@ -40,7 +44,7 @@ def load_checkpoint(directory: Path, model: PolicyModel, adamw: torch.optim.Opti
     state = read_state(directory)
     tensors = _tensors(model, adamw)
     with boundary(UserError, f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
-        dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
+        _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
         set_state_dict(model, adamw, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
         random_state = directory / _rng_name(ranks.rank)
         if random_state.is_file():
@@ -59,7 +63,7 @@ def _complete(temporary: Path, directory: Path, state: CheckpointState) -> None:
     complete_directory(temporary, directory)
 
 
-def _together(ranks: Ranks, act: Any) -> None:  # noqa: ANN401
+def _together(ranks: Ranks, act: Callable[[], object]) -> None:
     """Do something on this rank and learn whether it worked on all."""
     try:
         act()

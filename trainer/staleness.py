@@ -31,7 +31,7 @@ def token_staleness(trajectory: Trajectory, train_version: int) -> NDArray[np.in
     for span in trajectory.version_spans:
         age = train_version - span.policy.version
         if age < 0:
-            raise ValueError(f"trajectory {trajectory.trajectory_id}: tokens of version {span.policy.version} in a step on version {train_version}; expected none newer")
+            raise ValueError(f"trajectory {trajectory.trajectory_id}: tokens of version {span.policy.version} in a step on {train_version}, expected older")
         ages[span.start : span.end] = age
     return ages
 

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+_transformers: Any = core_model_loading
+"""Typed only in part by its authors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +31,20 @@ class TensorSource:
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything a checkpoint holds: parameters (a tied one once) and persistent buffers."""
     yield from model.named_parameters()
-    for prefix, module in model.named_modules():
-        transient = cast(set[str], getattr(module, "_non_persistent_buffers_set", set()))
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in transient:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    transient = {f"{path}.{name}" if path else name for path, module in modules_of(model) for name in transient_buffers(module)}
+    for name, buffer in model.named_buffers():
+        if name not in transient:
+            yield name, buffer
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Path and module, the model itself first."""
+    return list(cast(Iterable[tuple[str, nn.Module]], cast(Any, model).named_modules()))
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that no checkpoint holds."""
+    return cast(set[str], getattr(module, "_non_persistent_buffers_set", set()))
 
 
 class TensorLayout:
@@ -39,7 +52,7 @@ class TensorLayout:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._conversions = list(cast(Iterable[Any], get_model_conversion_mapping(cast(Any, model))))
+        self._conversions = list(cast(Iterable[Any], get_model_conversion_mapping(cast(Any, model), add_legacy=False)))
         self._converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
         self._renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
         self._known = dict.fromkeys(model.state_dict(), True)
@@ -70,9 +83,9 @@ class TensorLayout:
         """The model's tensor `name` from whole checkpoint tensors."""
         if not source.patterns:
             return read(source.names[0])
-        converter = deepcopy(next(c for c in self._converters if source.patterns[0] in c.source_patterns))
+        converter: Any = deepcopy(next(c for c in self._converters if source.patterns[0] in c.source_patterns))
         for stored, pattern in zip(source.names, source.patterns, strict=True):
-            converter.add_tensor(name, stored, pattern, cast(Any, read(stored)))
+            converter.add_tensor(name, stored, pattern, read(stored))
         made = cast(dict[str, Any], converter.convert(name, model=self._model, config=cast(Any, self._model).config))
         tensor = made[name]
         return cast(Tensor, tensor[0] if isinstance(tensor, list) else tensor)
@@ -81,7 +94,7 @@ class TensorLayout:
         """The checkpoint tensors of the model's whole tensor `name`."""
         if not self._conversions:
             return {name: tensor}
-        return cast(dict[str, Tensor], revert_weight_conversion(cast(Any, self._model), {name: tensor}))
+        return cast(dict[str, Tensor], _transformers.revert_weight_conversion(self._model, {name: tensor}))
 
     def _remember(self) -> None:
         # `revert_weight_conversion` looks there for what loading applied.
@@ -89,7 +102,7 @@ class TensorLayout:
 
     def _target(self, stored: str) -> tuple[str, str | None]:
         prefix = cast(str, cast(Any, self._model).base_model_prefix)
-        target, pattern = rename_source_key(stored, cast(Any, self._renamings), self._converters, prefix, self._known)
+        target, pattern = cast(tuple[str, str | None], _transformers.rename_source_key(stored, self._renamings, self._converters, prefix, self._known))
         if target not in self._known and stored in self._known:
             return stored, None
         return target, pattern
