@@ -62,6 +62,7 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
             "prompt_id": group.prompt_id,
             "pass_index": group.pass_index,
             "environment": group.environment,
+            "reward_s": group.reward_s,
             "narrow_ids": narrow,
             "tags": [_tag_values(tag) for tag in tags],
             "trajectories": rows,
@@ -89,7 +90,8 @@ def decode(payload: NDArray[np.uint8] | bytes) -> TrajectoryGroup:
             pass_index=header["pass_index"],
             environment=header["environment"],
             trajectories=tuple(_trajectories(buffer, _aligned(_PREFIX.size + header_bytes), header)),
-            rewards=tuple(Reward(total=row[9], parts=tuple((name, value) for name, value in row[10])) for row in header["trajectories"]),
+            rewards=tuple(Reward(total=row[8], parts=tuple((name, value) for name, value in row[9])) for row in header["trajectories"]),
+            reward_s=header["reward_s"],
         )
 
 
@@ -122,7 +124,6 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: l
         trajectory.finish_reason,
         timings.started_at_s,
         timings.generation_s,
-        timings.reward_s,
         [number for span in trajectory.version_spans for number in (span.policy.trainer_epoch, span.policy.version, span.start, span.end)],
         float(reward.total),
         [(name, float(value)) for name, value in reward.parts],
@@ -207,7 +208,7 @@ def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[tuple[Any, ...]]
     logprobs = np.zeros(num_tokens, dtype=np.float32)
     first = taken = 0
     for row in rows:
-        spans = row[8]
+        spans = row[7]
         for start, end in zip(spans[2::4], spans[3::4], strict=True):
             upto = taken + end - start
             logprobs[first + start : first + end] = packed[taken:upto]
@@ -225,7 +226,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
     tags = {index: _tag(*values) for index, values in enumerate(header["tags"])}
     dispatch_id, prompt_id, environment = header["dispatch_id"], header["prompt_id"], header["environment"]
     first, routing_from = 0, columns.end
-    for identity, size, turns, tag, finish, started_at_s, generation_s, reward_s, spans, _, _, shape in rows:
+    for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
         end = first + size
         routing = None
         if shape is not None:
@@ -242,7 +243,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
             turns,
             tags[tag],
             _FINISH_REASONS[finish],
-            Timings(started_at_s=started_at_s, generation_s=generation_s, reward_s=reward_s),
+            Timings(started_at_s=started_at_s, generation_s=generation_s),
             routing,
         )
         first = end

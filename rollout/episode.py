@@ -6,7 +6,6 @@ the group. Deadlines are the caller's: it cancels, and what runs on the engine i
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Protocol
 
 from rollout.dispatch import Dispatch, FailReason
@@ -18,8 +17,6 @@ from rollout.protocols import Engine, Env
 from rollout.rewards.errors import RewardInvalid
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import EngineTag, Reward, Trajectory, TrajectoryGroup
-
-_FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
 class Judge(Protocol):
@@ -65,8 +62,9 @@ async def run_group(
         prompt_id=dispatch.prompt.prompt_id,
         pass_index=dispatch.prompt.pass_index,
         environment=envs[0].name,
-        trajectories=tuple(_timed(trajectory, reward_s) for trajectory in trajectories),
+        trajectories=tuple(trajectories),
         rewards=rewards,
+        reward_s=reward_s,
     )
 
 
@@ -78,12 +76,3 @@ async def _judged(dispatch: Dispatch, score: Judge, trajectories: Sequence[Traje
         if len(rewards) != len(trajectories):
             raise RewardInvalid(f"got {len(rewards)} rewards for {len(trajectories)} trajectories; expected one each")
     return rewards, time.perf_counter() - started_s
-
-
-def _timed(trajectory: Trajectory, reward_s: float) -> Trajectory:
-    """A copy that knows how long its reward took. Not `replace`, which would check the same arrays a second time."""
-    timed = object.__new__(Trajectory)
-    for name in _FIELDS:
-        object.__setattr__(timed, name, getattr(trajectory, name))
-    object.__setattr__(timed, "timings", replace(trajectory.timings, reward_s=reward_s))
-    return timed

@@ -82,7 +82,6 @@ class Timings:
     started_at_s: float
     """Unix time."""
     generation_s: float
-    reward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,6 +145,8 @@ class TrajectoryGroup:
     environment: str
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[Reward, ...]
+    reward_s: float = 0.0
+    """Seconds that the judgement of the group took."""
 
     def __post_init__(self) -> None:
         if not self.trajectories or len(self.trajectories) != len(self.rewards):
@@ -224,7 +225,7 @@ def header_of(group: TrajectoryGroup, num_bytes: int) -> GroupHeader:
         replica=first.tag.replica,
         trajectories=tuple(_trajectory_header(t, r) for t, r in zip(group.trajectories, group.rewards, strict=True)),
         generation_s=max(t.timings.generation_s for t in group.trajectories),
-        reward_s=max(t.timings.reward_s for t in group.trajectories),
+        reward_s=group.reward_s,
         num_bytes=num_bytes,
     )
 

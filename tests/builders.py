@@ -85,7 +85,7 @@ def build_trajectory(
         turns=1,
         tag=build_tag(),
         finish_reason=FinishReason.STOP,
-        timings=Timings(started_at_s=1000.0, generation_s=0.5, reward_s=0.1),
+        timings=Timings(started_at_s=1000.0, generation_s=0.5),
         routing=None if routing is None else build_routing(total - 1, *routing, seed=seed),
     )
 

@@ -49,7 +49,7 @@ def trajectories(draw: st.DrawFn, index: int) -> Trajectory:
         turns=len(runs),
         tag=build_tag(replica=draw(st.integers(0, 2))),
         finish_reason=draw(st.sampled_from(FinishReason)),
-        timings=Timings(started_at_s=draw(finite), generation_s=draw(finite), reward_s=draw(finite)),
+        timings=Timings(started_at_s=draw(finite), generation_s=draw(finite)),
         routing=routing,
     )
 
@@ -58,7 +58,9 @@ def trajectories(draw: st.DrawFn, index: int) -> Trajectory:
 def groups(draw: st.DrawFn) -> TrajectoryGroup:
     members = tuple(draw(trajectories(index)) for index in range(draw(st.integers(1, 4))))
     rewards = tuple(Reward(total=draw(finite), parts=tuple(draw(st.lists(st.tuples(text, finite), max_size=2)))) for _ in members)
-    return TrajectoryGroup(dispatch_id="d", prompt_id="p", pass_index=draw(st.integers(0, 9)), environment="e", trajectories=members, rewards=rewards)
+    return TrajectoryGroup(
+        dispatch_id="d", prompt_id="p", pass_index=draw(st.integers(0, 9)), environment="e", trajectories=members, rewards=rewards, reward_s=draw(finite)
+    )
 
 
 def assert_same(left: object, right: object) -> None:
