@@ -32,6 +32,8 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
             "model.path": str(model),
             "sampling.max_new_tokens": new_tokens,
             "engine.type": "scripted",
+            "reward.type": "python",
+            "reward.function": "bench_rewards:nothing",
             "trainer.type": "scripted",
             "trainer.checkpoint.every_steps": 20,
             "store.durability": durability,

@@ -28,6 +28,8 @@ def case(engine: str, new_tokens: int, forced: bool, eta: int, steps: int) -> di
             "sampling.max_new_tokens": new_tokens,
             "sampling.ignore_eos": forced,
             "engine.type": engine,
+            "reward.type": "python",
+            "reward.function": "bench_rewards:fixed_work",
             "staleness.max_staleness": eta,
             "trainer.checkpoint.every_steps": 1000,
         }

@@ -112,7 +112,7 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
         command += ["--set", f"{key}={json.dumps(value)}"]
     begun = time.monotonic()
     errors = (folder / "stderr").open("w+")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": str(WORKLOAD.parent)})
     sampler = TreeSampler(process.pid)
     sampler.start()
     killer = threading.Timer(timeout_s, process.kill)
