@@ -36,7 +36,7 @@ def capacity(window: Window, counts: Counts, running: int, uncommitted: int) -> 
         uncommitted: trained groups whose step's version the ledger has not committed: no engine has those weights yet. A checkpoint may
             have made them terminal; they count all the same.
 
-    Source: blueprint, section 5; golden vector V14_areal (whose `accepted` is cumulative).
+    Source: docs/life_of_a_prompt.md; golden vector V14_areal (whose `accepted` is cumulative).
     """
     unfinished = counts.dispatched + counts.ready + counts.audited + counts.leased + uncommitted
     return max(0, min(window.max_concurrent - running, (window.max_staleness + 1) * window.batch_groups - unfinished))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from orchestrator.commands import prepare_model
 from orchestrator.run_dir import open_run_dir
@@ -48,17 +49,20 @@ def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader
     dispatch, prompt = record.dispatch, record.dispatch.prompt
     asked = prompt.text if prompt.text is not None else " | ".join(f"{m.role}: {m.content}" for m in prompt.messages)
     console.print(
-        f"[bold]dispatch {dispatch.dispatch_id}[/bold]  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt {dispatch.attempt}), dispatched while "
+        f"dispatch {dispatch.dispatch_id}  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt {dispatch.attempt}), dispatched while "
         f"{dispatch.policy.key} was committed, to replica {dispatch.replica}",
+        markup=False,
         highlight=False,
     )
-    console.print(f"asked [cyan]{asked!r}[/cyan], reference answer {prompt.answer!r}", highlight=False)
-    console.print(f"outcome: [bold]{_outcome(record)}[/bold]", highlight=False)
+    console.print(f"asked {asked!r}, reference answer {prompt.answer!r}", markup=False, highlight=False)
+    console.print(f"outcome: {_outcome(record)}", markup=False, highlight=False)
     for event in reader.events(dispatch.dispatch_id):
         rest = {k: v for k, v in event.items() if k not in ("number", "at_s", "kind", "dispatch_id")}
-        console.print(f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} {json.dumps(rest)}", highlight=False)
+        console.print(
+            f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} {json.dumps(rest)}", markup=False, highlight=False
+        )
     for annotation in reader.annotations(dispatch.dispatch_id):
-        console.print(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes", highlight=False)
+        console.print(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes", markup=False, highlight=False)
 
 
 def _outcome(record: DispatchRecord) -> str:
@@ -73,17 +77,19 @@ def _show_trajectory(console: Console, group: TrajectoryGroup, index: int, token
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
     spans = ", ".join(f"{s.policy.key} [{s.start}, {s.end})" for s in trajectory.version_spans)
     console.print(
-        f"[bold]trajectory {trajectory.trajectory_id}[/bold]  reward {reward.total:g}{parts}; {trajectory.num_sampled} of {trajectory.token_ids.size} tokens "
+        f"trajectory {trajectory.trajectory_id}  reward {reward.total:g}{parts}; {trajectory.num_sampled} of {trajectory.token_ids.size} tokens "
         f"sampled in {trajectory.turns} turn(s), finished by {trajectory.finish_reason}; versions {spans}",
+        markup=False,
         highlight=False,
     )
-    console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", highlight=False)
+    console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False)
     if not tokens:
         return
     console.print(
         f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV {tag.kv_dtype} "
         f"({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, "
         f"temperature {tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
+        markup=False,
         highlight=False,
     )
     console.print(_token_table(trajectory, tokenizer, trained))
@@ -95,7 +101,7 @@ def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVe
         table.add_column(header, justify="left" if header == "token" else "right")
     versions = trajectory.token_versions()
     for position, token in enumerate(trajectory.token_ids.tolist()):
-        text = repr(tokenizer.decode(trajectory.token_ids[position : position + 1], skip_special_tokens=False))
+        text = Text(repr(tokenizer.decode(trajectory.token_ids[position : position + 1], skip_special_tokens=False)))
         if not trajectory.sampled[position]:
             table.add_row(str(position), str(token), text, "given", "", "")
             continue

@@ -121,6 +121,7 @@ async def drive(
 
     `on_loop` is told, once there is a loop, how to ask it to end after its step.
     """
+    run.summary.unlink(missing_ok=True)
     saved = latest_checkpoint(run.checkpoints)
     policy = await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}") if saved else None
     recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")

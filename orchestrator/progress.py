@@ -69,7 +69,7 @@ class LiveReporter:
 
     def say(self, text: str) -> None:
         """Print a line above the table."""
-        self._console.print(f"[dim]{text}[/dim]", highlight=False)
+        self._console.print(text, style="dim", markup=False, highlight=False)
 
     def step(self, row: Mapping[str, float], steps: int) -> None:
         """Redraw with a new last row."""

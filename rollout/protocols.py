@@ -162,7 +162,7 @@ class Store(Protocol):
     """The authority on what was dispatched, finished and trained. Every change is durable before the call returns, one transaction with its event."""
 
     async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint` (None: a new run) and settle what older epochs left (blueprint, section 4)."""
+        """Open a new epoch at `checkpoint` (None: a new run) and settle what older epochs left."""
         ...
 
     async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
