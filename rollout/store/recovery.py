@@ -1,4 +1,4 @@
-"""What a new trainer epoch makes of what older ones left (blueprint, section 4), as one transaction.
+"""What a new trainer epoch makes of what older ones left, as one transaction.
 
 A resume at checkpoint c takes versions above c of all older epochs out of the lineage. So a policy (e, v) is in the lineage if v is at most
 the version of every resume since epoch e: with epoch 1 up to 10, a resume at 8, epoch 2 up to 12 and a resume at 11, (1, 8) and (2, 11) are
