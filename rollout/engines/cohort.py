@@ -107,6 +107,7 @@ class Cohort:
             self._keep_prompt_routing(batch)
             self._cache.place(prefill, source, len(self.rows))
             self.rows.extend(rows)
+            self._sampling = None
             sampling = RowSampling.of(_params(rows), self._model.vocab_size, self._model.device)
             finished += self._sample(rows, logits[torch.tensor(source, device=logits.device)], sampling, policy)
         self.remove(finished)

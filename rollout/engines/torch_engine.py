@@ -78,7 +78,7 @@ class TorchEngine:
         """Load new weights; see the protocol. After an error that left some parameters old, the engine is unhealthy."""
         try:
             return await self._call(lambda core: core.apply(manifest))
-        except EngineError as error:
+        except ConcordError as error:
             if self._running_core().broken is not None:
                 self._refuse([(request_id, error) for request_id in self._queues])
             raise

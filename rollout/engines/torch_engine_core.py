@@ -21,7 +21,7 @@ from rollout.engines.sampling_keys import sample_keys
 from rollout.engines.torch_engine_model import DecodeModel
 from rollout.engines.torch_engine_routing import RoutingCapture, routing_of
 from rollout.engines.torch_engine_weights import WeightLoader
-from rollout.errors import EngineError, UserError
+from rollout.errors import ConcordError, EngineError, UserError
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.trajectory import FinishReason
 from rollout.weights import ApplyReport, WeightManifest
@@ -170,8 +170,8 @@ class DecodeCore:
             raise EngineError(f"got weights {manifest.policy.key} while sampling; pause the engine first")
         try:
             self.digest = self._loader.receive(manifest)
-        except EngineError as error:
-            self.broken = error
+        except ConcordError as error:
+            self.broken = EngineError(str(error))
             raise
         self.policy = manifest.policy
         if self._pause_mode is PauseMode.RECOMPUTE:

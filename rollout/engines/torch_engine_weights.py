@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rollout.digests import manifest_digest
 from rollout.errors import EngineError, boundary
+from rollout.tensor_files import weight_files
 from rollout.weights import TensorEntry, Transport, WeightManifest
 
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -103,10 +104,7 @@ class WeightLoader:
 
 def _tensors(directory: Path) -> Iterator[tuple[str, str, Tensor]]:
     """(name, safetensors dtype, tensor) of every safetensors file in a directory, one tensor in memory at a time."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{directory} holds no *.safetensors file; expected a complete publication")
-    for file in files:
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 - the reader is no mapping
                 yield name, reader.get_slice(name).get_dtype(), reader.get_tensor(name).contiguous()
