@@ -45,7 +45,7 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
         summary = execute(config, run, inputs, reporter)
         if summary["version"] != config.run.steps:
             reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
-    except ConcordError:
+    except (ConcordError, KeyboardInterrupt):
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     finally:
@@ -67,16 +67,19 @@ def prepare_model(config: ModelConfig) -> Path:
     """The directory of the model; a tiny one comes from its cache or is built, in a process of its own, which keeps torch out of this one."""
     if isinstance(config, LocalModelConfig):
         return config.path.absolute()
+    from trainer.tiny import build_tiny, cached_tiny, default_cache_dir
+
+    found = cached_tiny(config, default_cache_dir())
+    if found is not None:
+        return found
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)) as pool:
         try:
-            return pool.submit(_build, config).result()
+            return pool.submit(build_tiny, config, default_cache_dir(), _say).result()
         except KeyboardInterrupt:
             for child in psutil.Process().children():
                 child.terminate()
             raise
 
 
-def _build(config: TinyModelConfig) -> Path:
-    from trainer.tiny import build_tiny, default_cache_dir
-
-    return build_tiny(config, default_cache_dir())
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
