@@ -6,16 +6,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-
-import tokenizers
-import torch
-import transformers
 
 from rollout.digests import json_digest
 from trainer.config import TinyModelConfig
-from trainer.tiny_model import tiny_architecture, tiny_tokenizer
-from trainer.tiny_training import warm_start
 
 _SOURCES = ("tiny.py", "tiny_model.py", "tiny_optimizer.py", "tiny_training.py")
 
@@ -29,8 +24,14 @@ def default_cache_dir() -> Path:
 def tiny_digest(config: TinyModelConfig) -> str:
     """What the built model depends on: the config, this code and the libraries that compute."""
     code = {name: sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in _SOURCES}
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
+    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     return json_digest({"config": config.model_dump(mode="json"), "code": code, "libraries": libraries})[:16]
+
+
+def cached_tiny(config: TinyModelConfig, cache_dir: Path) -> Path | None:
+    """The directory of the model if it is built already. Imports no torch."""
+    final = cache_dir / tiny_digest(config)
+    return final if final.is_dir() else None
 
 
 def build_tiny(config: TinyModelConfig, cache_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Path:
@@ -66,17 +67,9 @@ def build_tiny(config: TinyModelConfig, cache_dir: Path, progress: Callable[[str
 
 
 def _build_into(directory: Path, config: TinyModelConfig, progress: Callable[[str], None]) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that the result does not depend on the machine's number of cores
-    try:
-        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-            torch.manual_seed(config.seed)  # pyright: ignore[reportUnknownMemberType]
-            model = tiny_architecture(config)
-            reached = warm_start(model, config.target_accuracy, config.seed, progress).as_dict() if config.target_accuracy else {}
-    finally:
-        torch.set_num_threads(threads)
-    model.save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
-    tiny_tokenizer().save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
+    from trainer.tiny_training import build_model  # only now: a cached model needs no torch
+
+    reached = build_model(directory, config, progress)
     (directory / "warm_start.json").write_text(json.dumps(reached))
     directory.chmod(0o755)
 

@@ -6,6 +6,7 @@ that gap is what reinforcement learning closes.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout.errors import UserError
-from trainer.tiny_model import EOS_ID, PAD_ID, VOCABULARY
+from trainer.config import TinyModelConfig
+from trainer.tiny_model import EOS_ID, PAD_ID, VOCABULARY, tiny_architecture, tiny_tokenizer
 from trainer.tiny_optimizer import OrthogonalMomentum
 
 _PROMPT_TOKENS = 6
@@ -141,3 +143,19 @@ def _sums(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
+
+
+def build_model(directory: Path, config: TinyModelConfig, progress: Callable[[str], None]) -> dict[str, float]:
+    """Build, warm-start and save the model and its tokenizer; answers with what the warm start reached (empty without one)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that the result does not depend on the machine's number of cores
+    try:
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            torch.manual_seed(config.seed)  # pyright: ignore[reportUnknownMemberType]
+            model = tiny_architecture(config)
+            reached = warm_start(model, config.target_accuracy, config.seed, progress).as_dict() if config.target_accuracy else {}
+    finally:
+        torch.set_num_threads(threads)
+    model.save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
+    tiny_tokenizer().save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
+    return reached
