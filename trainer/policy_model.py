@@ -11,6 +11,8 @@ from trainer.logprobs import chunked_logprobs
 
 _HEAD_TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
 
 class PolicyModel(nn.Module):
     """The backbone runs to hidden states, then only the asked positions go through the head, in chunks.
@@ -79,7 +81,12 @@ def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.
     if head is None or getattr(head, "bias", None) is not None:
         what = "no output head" if head is None else "a head with a bias"
         raise UserError(f"{model.architecture} has {what}; this trainer supports heads that are one matrix product: use another architecture")
-    vocab_size = int(config.get_text_config().vocab_size)
+    text = config.get_text_config()
+    scaled = [name for name in _LOGIT_SETTINGS if getattr(text, name, None) not in (None, 1.0)]
+    if scaled:
+        # Numbers alone would not show it while a fresh model's logits are small.
+        raise UserError(f"{model.architecture} changes its logits ({scaled[0]} in config.json), which this trainer does not: use another architecture")
+    vocab_size = int(text.vocab_size)
     token_ids = (torch.arange(1, 9, device=device) * 7919 % vocab_size).unsqueeze(0)
     with torch.no_grad():
         gap = float(model.head_gap(token_ids))

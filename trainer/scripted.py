@@ -22,6 +22,8 @@ from trainer.config import TrainerConfig
 from trainer.durable import begin_directory, complete_directory
 from trainer.types import StepReport, StepRequest
 
+_WEIGHTS = "model.safetensors"
+
 
 class ScriptedTrainer:
     """Takes `config.scripted_step_s` a step, counts tokens honestly, and publishes the same small tensor under every version."""
@@ -60,14 +62,16 @@ class ScriptedTrainer:
         )
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
-        """The first call writes `directory`; later ones link the same files under their own name, since nothing has changed."""
+        """The first call writes `directory` durably; later ones link its weights under their own name, since nothing has changed."""
         if self._published is None:
             self._published = self._write(policy, directory)
             return self._published
-        directory.mkdir(parents=True)
-        for file in Path(self._published.location).iterdir():
-            os.link(file, directory / file.name)
+        first = Path(self._published.location)
         self._published = replace(self._published, policy=policy, location=str(directory))
+        temporary = begin_directory(directory)
+        os.link(first / _WEIGHTS, temporary / _WEIGHTS)
+        write_manifest(temporary, self._published)
+        temporary.rename(directory)
         return self._published
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -95,7 +99,7 @@ class ScriptedTrainer:
 
     def _write(self, policy: PolicyVersion, directory: Path) -> WeightManifest:
         temporary = begin_directory(directory)
-        cast(Any, safetensors.numpy).save_file({"scripted.weight": self._tensor}, temporary / "model.safetensors")
+        cast(Any, safetensors.numpy).save_file({"scripted.weight": self._tensor}, temporary / _WEIGHTS)
         tensors = digest_directory(temporary)
         ids = canary_token_ids(self._vocab_size, self._vocab_size, None)
         manifest = WeightManifest(

@@ -44,7 +44,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def transient_buffers(module: nn.Module) -> set[str]:
     """Names of the module's own buffers that no checkpoint holds."""
-    return cast(set[str], getattr(module, "_non_persistent_buffers_set", set()))
+    return cast(set[str], getattr(module, "_non_persistent_buffers_set", set[str]()))
 
 
 class TensorLayout:
