@@ -31,6 +31,24 @@ from trainer.types import StepReport, StepRequest
 EngineWrapper = Callable[[Engine, int], Engine]
 
 
+class QuietReporter:
+    """Keeps the rows of a run, and calls `on_step` with each step's number."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.on_step: Callable[[int], None] = lambda step: None
+
+    def say(self, text: str) -> None:
+        return None
+
+    def step(self, row: Mapping[str, float], steps: int) -> None:
+        self.rows.append(dict(row))
+        self.on_step(int(row["step"]))
+
+    def close(self) -> None:
+        return None
+
+
 class EngineWrap:
     """An engine that hands everything on: planted faults override what they change."""
 

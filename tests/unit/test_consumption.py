@@ -50,7 +50,9 @@ def gate(eta: int, batch: int, policy: Policy = "drop", order: Literal["ready", 
     groups=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), max_size=12),
     trainer=st.integers(6, 9),
 )
-def test_no_token_older_than_eta_is_trained_on(eta: int, batch: int, policy: Policy, order: Literal["ready", "dispatch"], groups: list[list[int]], trainer: int) -> None:
+def test_no_token_older_than_eta_is_trained_on(
+    eta: int, batch: int, policy: Policy, order: Literal["ready", "dispatch"], groups: list[list[int]], trainer: int
+) -> None:
     """Invariant 2: under `drop` and `wait` by the choice of groups; under `mask` each group keeps a token that is young enough."""
     chosen = gate(eta, batch, policy, order).select(pool([header(i, *sorted(v)) for i, v in enumerate(groups)]), trainer, trainer)
     for group in chosen.batch:

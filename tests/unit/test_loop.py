@@ -1,13 +1,13 @@
 """The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever happens to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from local_fleet import EngineWrap, LocalFleet
+from local_fleet import EngineWrap, LocalFleet, QuietReporter
 from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig, parse_config
@@ -29,22 +29,6 @@ UNEVEN = ("engine.latency_mean_s=0.004", "engine.latency_sigma=1.0", "engine.slo
 """Latencies with a long tail, so that groups finish out of order and updates fall into running samples."""
 
 
-class Quiet:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.on_step: Callable[[int], None] = lambda step: None
-
-    def say(self, text: str) -> None:
-        return None
-
-    def step(self, row: Mapping[str, float], steps: int) -> None:
-        self.rows.append(dict(row))
-        self.on_step(int(row["step"]))
-
-    def close(self) -> None:
-        return None
-
-
 def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
     document: dict[str, object] = {
         "run": {"dir": str(tmp_path), "name": "run", "steps": 8, "batch_groups": 3, "group_size": 2},
@@ -63,7 +47,7 @@ class Case:
         self.run: RunDir = create_run_dir(self.config, "run")
         self.trainer = trainer
         self.wrap = wrap
-        self.reporter = Quiet()
+        self.reporter = QuietReporter()
         self.batches: list[tuple[int, tuple[str, ...]]] = []
         self.during: Callable[[LocalFleet], Any] | None = None
         """Started beside the run, with its fleet."""
