@@ -1,6 +1,7 @@
 """Ray itself: start or join a cluster, and leave it without leftovers."""
 
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Generator
@@ -16,6 +17,7 @@ from actors.config import ClusterConfig
 def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
     """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _keep_stdout_clean()
     try:
         _init(config, num_cpus, num_gpus)
         yield
@@ -42,6 +44,12 @@ def _init(config: ClusterConfig, num_cpus: float, num_gpus: float) -> None:
         )
     except SystemExit as cause:  # what Ray makes of SIGTERM
         raise KeyboardInterrupt from cause
+
+
+def _keep_stdout_clean() -> None:
+    """Ray prints what it has to say of lost actors between the JSON lines of a run, whatever `log_to_driver` is; the events say it better."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    worker._worker_logs_enabled = False
 
 
 def _end(processes: list[psutil.Process]) -> None:

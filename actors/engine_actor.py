@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
@@ -17,12 +18,17 @@ from actors.spec import FleetSpec
 from rollout.engines.registry import build_engine
 from rollout.errors import ConcordError, EngineError, boundary
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.mailbox import Inbox, Outbox
 from rollout.protocols import Engine, EngineLoad
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import EngineTag
 from rollout.weights import ApplyReport, WeightManifest
 
 MAX_CONCURRENT_CALLS = 4096
+
+GenerationJob: TypeAlias = tuple[GenerationRequest, NDArray[np.int32] | None]
+"""A request, and for a sample that goes on what it has produced."""
+Chunks: TypeAlias = tuple[TokenChunk, ...]
 
 
 @ray.remote
@@ -41,6 +47,7 @@ class EngineActor:
             tokenizer_fingerprint=tokenizer.fingerprint(),
             chat_template_digest=tokenizer.chat_template_digest(),
         )
+        self._inbox: Inbox[GenerationJob, Chunks] = Inbox(self._generate)
 
     def pid(self) -> int:
         return os.getpid()
@@ -50,13 +57,19 @@ class EngineActor:
             tag = await self._engine.start(manifest)
             return Started(tag=tag, canary_logprobs=await self._engine.score(manifest.canary.token_ids))
 
-    async def generate(self, request: GenerationRequest) -> tuple[TokenChunk, ...]:
-        with boundary(EngineError, f"request {request.request_id}"):
-            return tuple([chunk async for chunk in self._engine.generate(request)])
+    async def submit(self, client: str, jobs: Sequence[tuple[int, GenerationJob]]) -> None:
+        """Start requests of a client; their chunks wait for `collect`."""
+        self._inbox.submit(client, jobs)
 
-    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> tuple[TokenChunk, ...]:
+    async def collect(self, client: str) -> list[tuple[int, Chunks | ConcordError]]:
+        """Requests of a client that have finished."""
+        return await self._inbox.collect(client)
+
+    async def _generate(self, job: GenerationJob) -> Chunks:
+        request, produced = job
         with boundary(EngineError, f"request {request.request_id}"):
-            return tuple([chunk async for chunk in self._engine.resume_from(request, produced)])
+            chunks = self._engine.generate(request) if produced is None else self._engine.resume_from(request, produced)
+            return tuple([chunk async for chunk in chunks])
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -115,21 +128,25 @@ class RayEnginePort:
 
 
 class RemoteEngine:
-    """Implements `rollout.protocols.Engine` inside an episode worker: one call a request, whole turns back."""
+    """Implements `rollout.protocols.Engine` inside an episode worker: requests travel together, whole turns come back."""
 
     def __init__(self, handle: Any, slot: int) -> None:
         self._handle = handle
         self._name = f"engine replica {slot}"
+        client = uuid.uuid4().hex
+        self._outbox: Outbox[GenerationJob, Chunks] = Outbox(
+            lambda jobs: call(handle.submit.remote(client, jobs), self._name), lambda: call(handle.collect.remote(client), self._name)
+        )
 
     async def start(self, manifest: WeightManifest) -> EngineTag:
         raise ConcordError(f"{self._name} is started by the driver, not by an episode worker")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        for chunk in await call(self._handle.generate.remote(request), self._name):
+        for chunk in await self._outbox.ask((request, None)):
             yield chunk
 
     async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        for chunk in await call(self._handle.resume_from.remote(request, produced), self._name):
+        for chunk in await self._outbox.ask((request, produced)):
             yield chunk
 
     async def abort(self, request_id: str) -> None:

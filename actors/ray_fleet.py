@@ -55,16 +55,16 @@ class RayFleet:
     async def new_engine(self, slot: int) -> RayEnginePort:
         """A new incarnation of a slot; the one before must have been killed."""
         config = self._spec.engine
-        handle = EngineActor.options(num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0, max_concurrency=MAX_CONCURRENT_CALLS).remote(
-            self._spec, slot
-        )
+        options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "max_restarts": 0, "max_concurrency": MAX_CONCURRENT_CALLS}
+        handle = EngineActor.options(**options).remote(self._spec, slot)
         self._engines[slot] = RayEnginePort(handle, slot)
         return self._engines[slot]
 
     async def new_worker(self, index: int) -> RayWorkerPort:
         """A new incarnation of an episode worker, with the reward workers that are its own."""
         mine = self._rewards[index :: self._spec.episodes.workers]
-        handle = EpisodeActor.options(**self._small, max_concurrency=MAX_CONCURRENT_CALLS).remote(self._spec, index, self._store_handle, mine)
+        options = self._small | {"max_concurrency": MAX_CONCURRENT_CALLS}
+        handle: Any = EpisodeActor.options(**options).remote(self._spec, index, self._store_handle, mine)
         self._workers[index] = RayWorkerPort(handle, index)
         await call(handle.pid.remote(), f"episode worker {index}")
         return self._workers[index]

@@ -1,6 +1,7 @@
 """A reward worker in an actor of its own, restarted by Ray whenever its process ends."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,15 @@ from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.errors import ProcessLostError
-from rollout.prompts import Prompt
+from rollout.rewards.errors import RewardFailure
 from rollout.rewards.judging import judge_group
+from rollout.rewards.pool import Judgement, RewardJob
 from rollout.rewards.registry import build_reward
-from rollout.trajectory import Reward, Trajectory
 
 
 @ray.remote
 class RewardActor:
-    """Judges one group at a time, in the main thread of its process."""
+    """Judges in the main thread of its process, one call at a time."""
 
     def __init__(self, spec: FleetSpec, index: int) -> None:
         enter_process(f"reward-{index}", spec.run_dir)
@@ -27,8 +28,15 @@ class RewardActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def score(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> list[Reward]:
-        return judge_group(self._function, prompt, completions, trajectories)
+    def score(self, jobs: Sequence[RewardJob]) -> tuple[list[Judgement], float]:
+        begun = time.perf_counter()
+        return [self._judge(job) for job in jobs], time.perf_counter() - begun
+
+    def _judge(self, job: RewardJob) -> Judgement:
+        try:
+            return judge_group(self._function, job.prompt, job.completions, job.trajectories)
+        except RewardFailure as failure:
+            return failure
 
 
 class RayRewardPort:
@@ -38,8 +46,8 @@ class RayRewardPort:
         self.handle = handle
         self._name = f"reward worker {index}"
 
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
-        return await call(self.handle.score.remote(prompt, trajectories, completions), self._name)
+    async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
+        return await call(self.handle.score.remote(jobs), self._name)
 
     async def replace(self) -> None:
         """Ray starts the actor anew when its process ends; the new one is ready when it answers."""

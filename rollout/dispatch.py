@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from rollout.prompts import Prompt
 from rollout.weights import PolicyVersion
+from rollout.wire import wired
 
 
 class DispatchState(StrEnum):
@@ -63,6 +64,7 @@ class FailReason(StrEnum):
     """The episode passed its deadline."""
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
     """One attempt at one group of one prompt; durable before any engine sees the prompt."""
@@ -87,6 +89,7 @@ class Readmission:
     attempt: int
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """The end of a dispatch that was not trained."""

@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import FinishReason, RoutingTrace
 from rollout.weights import PolicyVersion
+from rollout.wire import wired
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn. Log-probs are reported after temperature and truncation."""
@@ -23,6 +25,7 @@ class SamplingParams:
     """Sample `max_new_tokens` tokens whatever they are (for fixed work)."""
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationRequest:
     """`num_samples` independent continuations of one prompt."""
@@ -45,6 +48,7 @@ class GenerationRequest:
             raise ValueError(f"request {self.request_id}: {self.num_samples} samples and {len(self.seeds)} seeds; expected one seed a sample or none")
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenChunk:
     """A run of tokens of one sample, all sampled under one policy version; normally a whole turn."""

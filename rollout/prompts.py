@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from rollout.wire import wired
 
+
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message."""
@@ -11,6 +14,7 @@ class Message:
     content: str
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One task for the policy: either raw `text` or chat `messages` (exactly one of them)."""

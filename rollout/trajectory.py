@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.weights import PolicyVersion
+from rollout.wire import wired
 
 
 class FinishReason(StrEnum):
@@ -31,6 +32,7 @@ class LogprobSemantics(StrEnum):
     """After temperature and truncation: what was sampled from."""
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTag:
     """Who sampled, and under which declared numerics."""
@@ -52,6 +54,7 @@ class EngineTag:
     """Digest of the weights at the time of the tag."""
 
 
+@wired
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Positions [start, end) of the whole trajectory were sampled under `policy`."""
@@ -61,6 +64,7 @@ class VersionSpan:
     end: int
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
     """Experts chosen per input token: row p belongs to input p, which predicts p + 1. Missing rows are missing, never padded."""
@@ -75,6 +79,7 @@ class RoutingTrace:
             raise ValueError(f"routing has experts {self.experts.shape} and coverage {self.covered.shape}; expected [T-1, blocks, top_k] and [T-1]")
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Seconds on the wall clock of the machine that ran the episode."""
@@ -84,6 +89,7 @@ class Timings:
     generation_s: float
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
     """One episode of one policy on one prompt."""
@@ -123,6 +129,7 @@ class Trajectory:
         return versions
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """The judgement of one trajectory; `parts` add information, `total` is what is trained on."""
@@ -155,6 +162,7 @@ class TrajectoryGroup:
             )
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryHeader:
     """What scheduling needs to know of a trajectory without its arrays."""
@@ -168,6 +176,7 @@ class TrajectoryHeader:
     finish_reason: FinishReason
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHeader:
     """What the driver sees of a finished group: ids and numbers, never tokens."""
@@ -198,6 +207,7 @@ class GroupHeader:
         return max(self.policies)
 
 
+@wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedGroup:
     """A group in its binary form (`rollout.codec`) with its header; nothing between worker and trainer decodes it."""

@@ -6,7 +6,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.wire import wired
 
+
+@wired
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
     """The name of a policy. Version 0 is the base model; v is the weights after optimizer step v."""

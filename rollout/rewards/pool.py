@@ -1,23 +1,45 @@
 """A pool of reward workers behind one `Judge`: a deadline for each call, and a new worker for one that hangs or dies.
 
-It owns which worker is idle. It must not know what a worker is made of: an actor, a thread, a fake.
+It owns who is idle and what goes into one call: quick rewards go several groups at a time, slow ones alone. A call that fails as a whole
+(the worker hangs or dies) is repeated group by group, so that only the group that did it fails. It must not know what a worker is made of.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout.errors import ProcessLostError
+from rollout.errors import ConcordError, ProcessLostError
 from rollout.prompts import Prompt
-from rollout.rewards.errors import RewardTimeout, RewardWorkerDied
+from rollout.rewards.errors import RewardFailure, RewardTimeout, RewardWorkerDied
 from rollout.trajectory import Reward, Trajectory
+from rollout.wire import wired
+
+CALL_S = 0.02
+"""Groups go together while their rewards are expected to take no longer than this."""
+MAX_GROUPS_A_CALL = 32
+
+
+@wired
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardJob:
+    """One group to judge."""
+
+    prompt: Prompt
+    trajectories: Sequence[Trajectory]
+    completions: Sequence[str]
+
+
+Judgement = Sequence[Reward] | RewardFailure
+"""Rewards of one group in order, or the reason why there are none."""
 
 
 class RewardPort(Protocol):
     """One reward worker."""
 
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
-        """One reward a trajectory. Raises a `RewardFailure`, or `ProcessLostError` when the worker is gone."""
+    async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
+        """A judgement a job, in order, and the seconds they took together. Raises `ProcessLostError` when the worker is gone."""
         ...
 
     async def replace(self) -> None:
@@ -25,53 +47,93 @@ class RewardPort(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    job: RewardJob
+    answer: asyncio.Future[Sequence[Reward]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    alone: bool = False
+
+
 class RewardPool:
     """Implements `rollout.episode.Judge`."""
 
     def __init__(self, workers: Sequence[RewardPort], deadline_s: float) -> None:
-        self._idle: asyncio.LifoQueue[RewardPort] = asyncio.LifoQueue()
-        for worker in workers:
-            self._idle.put_nowait(worker)
+        self._workers = workers
         self._deadline_s = deadline_s
-        self._replacements: set[asyncio.Task[None]] = set()
+        self._queue: deque[_Waiting] = deque()
+        self._bell = asyncio.Event()
+        self._runners: list[asyncio.Task[None]] = []
+        self._group_s = CALL_S
+        """Seconds that a group's rewards take, a running mean; at first every group goes alone."""
         self.replaced = 0
 
     async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
-        """Judge one group on an idle worker; waiting for one is not part of the deadline.
+        """Judge one group; waiting for an idle worker is not part of the deadline.
 
         Raises:
             RewardFailure: the reward raised, was invalid, passed its deadline, or its worker died.
         """
-        worker = await self._idle.get()
-        broken = True
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                rewards = await worker.score(prompt, trajectories, completions)
-            broken = False
-        except TimeoutError as cause:
-            raise RewardTimeout(
-                f"the reward of prompt {prompt.prompt_id} took longer than reward_workers.deadline_s = {self._deadline_s:g}; its worker is replaced"
-            ) from cause
-        except ProcessLostError as cause:
-            raise RewardWorkerDied(f"the reward worker died while it judged prompt {prompt.prompt_id}: {cause}") from cause
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            broken = False
-            raise
-        finally:
-            self._give_back(worker, broken)
-        return rewards
+        if not self._runners:
+            self._runners = [asyncio.create_task(self._serve(worker), name="reward worker") for worker in self._workers]
+        waiting = _Waiting(job=RewardJob(prompt=prompt, trajectories=trajectories, completions=completions))
+        self._queue.append(waiting)
+        self._bell.set()
+        return await waiting.answer
 
-    def _give_back(self, worker: RewardPort, broken: bool) -> None:
-        if not broken:
-            self._idle.put_nowait(worker)
+    async def _serve(self, worker: RewardPort) -> None:
+        while True:
+            batch = self._next_batch()
+            if not batch:
+                self._bell.clear()
+                await self._bell.wait()
+                continue
+            try:
+                await self._judge(worker, batch)
+            except (TimeoutError, ProcessLostError) as cause:
+                self.replaced += 1
+                self._give_up(batch, cause)
+                await worker.replace()
+            except ConcordError as error:
+                for waiting in batch:
+                    _settle(waiting, error)
+
+    def _next_batch(self) -> list[_Waiting]:
+        share = -(-len(self._queue) // len(self._workers))
+        size = max(1, min(share, int(CALL_S / self._group_s), MAX_GROUPS_A_CALL))
+        batch: list[_Waiting] = []
+        while self._queue and len(batch) < size and not (batch and self._queue[0].alone):
+            waiting = self._queue.popleft()
+            if not waiting.answer.done():
+                batch.append(waiting)
+            if waiting.alone:
+                break
+        return batch
+
+    async def _judge(self, worker: RewardPort, batch: list[_Waiting]) -> None:
+        async with asyncio.timeout(self._deadline_s):
+            judgements, seconds = await worker.score([waiting.job for waiting in batch])
+        self._group_s += 0.2 * (max(seconds / len(batch), 1e-5) - self._group_s)
+        for waiting, judgement in zip(batch, judgements, strict=True):
+            _settle(waiting, judgement)
+
+    def _give_up(self, batch: list[_Waiting], cause: TimeoutError | ProcessLostError) -> None:
+        if len(batch) > 1:
+            for waiting in batch:
+                waiting.alone = True
+            self._queue.extendleft(reversed(batch))
             return
-        self.replaced += 1
-        task = asyncio.create_task(self._replace(worker))
-        self._replacements.add(task)
-        task.add_done_callback(self._replacements.discard)
+        name = batch[0].job.prompt.prompt_id
+        if isinstance(cause, ProcessLostError):
+            _settle(batch[0], RewardWorkerDied(f"the reward worker died while it judged prompt {name}: {cause}"))
+            return
+        took = f"the reward of prompt {name} took longer than reward_workers.deadline_s = {self._deadline_s:g}"
+        _settle(batch[0], RewardTimeout(f"{took}; its worker is replaced"))
 
-    async def _replace(self, worker: RewardPort) -> None:
-        await worker.replace()
-        self._idle.put_nowait(worker)
+
+def _settle(waiting: _Waiting, judgement: Judgement | ConcordError) -> None:
+    if waiting.answer.done():
+        return
+    if isinstance(judgement, ConcordError):
+        waiting.answer.set_exception(judgement)
+    else:
+        waiting.answer.set_result(judgement)
