@@ -13,6 +13,10 @@ import ray
 from actors.config import ClusterConfig
 
 
+DIRECT_BYTES = 2**20
+"""Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more a call."""
+
+
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
     """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
@@ -40,6 +44,7 @@ def _init(config: ClusterConfig, num_cpus: float, num_gpus: float) -> None:
             num_gpus=round(num_gpus) or None,
             include_dashboard=False,
             object_store_memory=int(config.object_store_gib * 2**30),
+            _system_config={"max_direct_call_object_size": DIRECT_BYTES},
             **quiet,
         )
     except SystemExit as cause:  # what Ray makes of SIGTERM
