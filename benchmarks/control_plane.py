@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from harness import concord_run, model_with_context, parser, report
 
-from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from actors.store_actor import RemoteStore
+from rollout.dispatch import Dispatch, StepCommit
+from rollout.trajectory import EncodedGroup, EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
 from rollout.weights import PolicyVersion
 
 GROUPS, SIZE = 64, 8
@@ -48,10 +50,9 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
 
 async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     """put + lease + acknowledge through the actor; payloads have int32 ids and float32 log-probs."""
-    from actors.store_actor import RemoteStore, StoreActor
+    from actors.store_actor import StoreActor
     from rollout.codec import encode
     from rollout.config import StoreConfig
-    from rollout.dispatch import Dispatch, StepCommit
     from rollout.prompts import Prompt, PromptCursor
 
     with tempfile.TemporaryDirectory() as folder:
@@ -72,27 +73,43 @@ async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
         ]
         await store.dispatch(epoch, dispatches, PromptCursor())
         encoded = [encode(group_of(d.dispatch_id, tokens, i)) for i, d in enumerate(dispatches)]
+        batches = [encoded[i : i + groups_a_batch] for i in range(0, len(encoded), groups_a_batch)]
         begun = time.perf_counter()
-        for round_ in range(rounds):
-            batch = encoded[round_ * groups_a_batch : (round_ + 1) * groups_a_batch]
-            ids = [group.header.dispatch_id for group in batch]
-            await store.put(batch)
-            lease = await store.lease(epoch, ids)
-            if sum(payload[-1] >= 0 for payload in lease.payloads) != len(ids):
-                raise RuntimeError("a lease came back short")
-            await store.acknowledge(
-                StepCommit(
-                    policy=PolicyVersion(epoch, round_ + 1),
-                    dispatch_ids=tuple(ids),
-                    digest="",
-                    trajectories_trained=64,
-                    trajectories_masked=0,
-                    trajectories_dropped=0,
-                )
-            )
+        await _pipeline(store, epoch, batches)
         elapsed = time.perf_counter() - begun
         await store.close()
     return {"tokens": tokens, "trajectories_per_s": rounds * 64 / elapsed, "bytes_per_trajectory": encoded[0].header.num_bytes / SIZE}
+
+
+async def _pipeline(store: RemoteStore, epoch: int, batches: list[list[EncodedGroup]]) -> None:
+    """Three clients at once, as in a run: one puts, one leases what was put, one acknowledges what was leased; each in order."""
+    put: asyncio.Queue[tuple[str, ...]] = asyncio.Queue(2)
+    leased: asyncio.Queue[tuple[str, ...]] = asyncio.Queue(2)
+
+    async def producer() -> None:
+        for batch in batches:
+            await put.put(await store.put(batch))
+
+    async def trainer() -> None:
+        for _ in batches:
+            ids = await put.get()
+            lease = await store.lease(epoch, ids)
+            if sum(payload.size > 0 for payload in lease.payloads) != len(ids):
+                raise RuntimeError("a lease came back short")
+            await leased.put(ids)
+
+    async def committer() -> None:
+        for step in range(1, len(batches) + 1):
+            ids = await leased.get()
+            await store.acknowledge(
+                StepCommit(
+                    policy=PolicyVersion(epoch, step), dispatch_ids=ids, digest="", trajectories_trained=64, trajectories_masked=0, trajectories_dropped=0
+                )
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for stage in (producer, trainer, committer):
+            group.create_task(stage())
 
 
 def group_of(dispatch_id: str, tokens: int, seed: int) -> TrajectoryGroup:
