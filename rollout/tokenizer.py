@@ -26,7 +26,9 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def bos_id(self) -> int | None: ...
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if there is one."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -34,13 +36,17 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def has_chat_template(self) -> bool: ...
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` works."""
+        ...
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] ids of raw text, with the special tokens that the model's tokenizer adds."""
         ...
 
-    def decode(self, ids: NDArray[np.int32], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: NDArray[np.int32], skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
+        ...
 
     def render_chat(self, messages: Sequence[Message]) -> NDArray[np.int32]:
         """[P] ids of a conversation up to where the policy's answer starts."""

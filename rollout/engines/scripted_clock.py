@@ -10,13 +10,17 @@ from typing import Protocol
 class Timer(Protocol):
     """A call that has not happened yet."""
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """It will not happen."""
+        ...
 
 
 class Clock(Protocol):
     """Reads and schedules time, in seconds from an arbitrary origin."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """The time, in seconds."""
+        ...
 
     def call_at(self, when_s: float, callback: Callable[[], None]) -> Timer:
         """Call back once the clock reads `when_s` or later; never within this call."""

@@ -13,7 +13,9 @@ from rollout.prompts import Prompt, PromptCursor
 
 
 class _Table(Protocol):
-    def to_pylist(self) -> list[dict[str, object]]: ...
+    def to_pylist(self) -> list[dict[str, object]]:
+        """Rows as dictionaries."""
+        ...
 
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
