@@ -69,6 +69,7 @@ def build_tiny(config: TinyModelConfig, cache_dir: Path, progress: Callable[[str
 def _build_into(directory: Path, config: TinyModelConfig, progress: Callable[[str], None]) -> None:
     from trainer.tiny_training import build_model  # only now: a cached model needs no torch
 
+    progress(f"building the tiny {'MoE' if config.moe else 'dense'} model, seed {config.seed}")
     reached = build_model(directory, config, progress)
     (directory / "warm_start.json").write_text(json.dumps(reached))
     directory.chmod(0o755)

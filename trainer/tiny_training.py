@@ -57,54 +57,56 @@ class WarmStart:
         return asdict(self)
 
 
-def warm_start(model: PreTrainedModel, target: float, seed: int, progress: Callable[[str], None]) -> WarmStart:
+def warm_start(model: PreTrainedModel, target: float, seed: int, progress: Callable[[str], None], recipe: Recipe = RECIPE) -> WarmStart:
     """Train `model` in place until a sample at temperature 1 is right with probability `target`, on sums that it never saw.
 
     Raises:
         UserError: the target was not reached.
     """
-    run = _Run(model, RECIPE.wrong_share * (1 - target), seed)
-    while run.num_steps < RECIPE.max_steps:
-        for _ in range(RECIPE.check_steps):
+    run = _Run(model, target, seed, recipe)
+    while run.num_steps < recipe.max_steps:
+        for _ in range(recipe.check_steps):
             run.train()
         reached = run.measure()
         progress(f"warm start: step {reached.steps}, sampled accuracy {reached.sampled_accuracy:.2f}, greedy {reached.greedy_accuracy:.2f}")
         if reached.sampled_accuracy >= target:
             return reached
-    raise UserError(f"the warm start did not reach target_accuracy {target} in {RECIPE.max_steps} steps; choose a lower one or another seed")
+    raise UserError(f"the warm start did not reach target_accuracy {target} in {recipe.max_steps} steps; choose a lower one or another seed")
 
 
 class _Run:
     """A model in training."""
 
-    def __init__(self, model: PreTrainedModel, wrong_share: float, seed: int) -> None:
-        self._model, self._wrong_share = model, wrong_share
+    def __init__(self, model: PreTrainedModel, target: float, seed: int, recipe: Recipe) -> None:
+        self._model, self._recipe = model, recipe
+        self._wrong_share = recipe.wrong_share * (1 - target)
         self._rng = np.random.default_rng(seed)
         pairs = self._rng.permutation(100 * 100)
-        self._held_out, self._pairs = pairs[: RECIPE.held_out], pairs[RECIPE.held_out :]
+        self._held_out, self._pairs = pairs[: recipe.held_out], pairs[recipe.held_out :]
         matrices = [parameter for name, parameter in model.named_parameters() if _is_hidden_matrix(name, parameter)]
         chosen = {id(parameter) for parameter in matrices}
         self._matrices = OrthogonalMomentum(matrices)
-        self._others = torch.optim.AdamW([p for p in model.parameters() if id(p) not in chosen], lr=RECIPE.other_rate, betas=(0.9, 0.98), weight_decay=0.0)
+        others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+        self._others = torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.98), weight_decay=0.0)
         self.num_steps = 0
 
     def train(self) -> None:
         """One step on a fresh batch."""
         self.num_steps += 1
-        rate = min(1.0, self.num_steps / RECIPE.warmup_steps)
-        pairs = self._rng.choice(self._pairs, RECIPE.batch)
-        others = self._rng.integers(0, 100 * 100, RECIPE.batch)
-        sums = np.where(self._rng.random(RECIPE.batch) < self._wrong_share, _sums(others), _sums(pairs))
+        rate = min(1.0, self.num_steps / self._recipe.warmup_steps)
+        pairs = self._rng.choice(self._pairs, self._recipe.batch)
+        others = self._rng.integers(0, 100 * 100, self._recipe.batch)
+        sums = np.where(self._rng.random(self._recipe.batch) < self._wrong_share, _sums(others), _sums(pairs))
         ids = encode(pairs, sums)
         logits = self._answer_logits(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, _PROMPT_TOKENS:].flatten(), ignore_index=PAD_ID)
         self._model.zero_grad(set_to_none=True)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        nn.utils.clip_grad_norm_(self._model.parameters(), RECIPE.max_grad_norm)
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
         for group in self._others.param_groups:
-            group["lr"] = RECIPE.other_rate * rate
+            group["lr"] = self._recipe.other_rate * rate
         self._others.step()  # pyright: ignore[reportUnknownMemberType]
-        self._matrices.step(RECIPE.matrix_rate * rate)
+        self._matrices.step(self._recipe.matrix_rate * rate)
 
     @torch.no_grad()
     def measure(self) -> WarmStart:

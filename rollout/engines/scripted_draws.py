@@ -1,7 +1,5 @@
 """What the scripted engine answers: tokens, log-probs, latencies, lengths, all functions of a sample's key. It knows no time."""
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +25,7 @@ class ScriptedDraws:
         self._logprobs = self._draw_logprobs(_POOL)
         self._tokens: dict[tuple[int, ...], NDArray[np.int32]] = {}
         normal = np.random.default_rng(2).standard_normal(_POOL)
-        mean = math.log(latency_mean_s) if latency_mean_s else -math.inf
-        self._latency_s = np.exp(mean - latency_sigma**2 / 2 + latency_sigma * normal)
+        self._latency_s = latency_mean_s * np.exp(latency_sigma * normal - latency_sigma**2 / 2)
 
     def latency_s(self, bits: int) -> float:
         """Seconds that a sample occupies a slot: log-normal, with the configured mean whatever sigma is."""
