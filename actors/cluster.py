@@ -12,9 +12,9 @@ import ray
 
 from actors.config import ClusterConfig
 
-
 DIRECT_BYTES = 2**20
-"""Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more a call."""
+"""Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more a call. (Ray's own
+cluster also runs its workers at niceness 15, behind everything else on the machine; ours run like any other process.)"""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def _init(config: ClusterConfig, num_cpus: float, num_gpus: float) -> None:
             num_gpus=round(num_gpus) or None,
             include_dashboard=False,
             object_store_memory=int(config.object_store_gib * 2**30),
-            _system_config={"max_direct_call_object_size": DIRECT_BYTES},
+            _system_config={"max_direct_call_object_size": DIRECT_BYTES, "worker_niceness": 0},
             **quiet,
         )
     except SystemExit as cause:  # what Ray makes of SIGTERM
