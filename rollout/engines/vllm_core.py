@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PATIENCE_S = 5.0
 """How long a process may take to end before it is killed."""
+_PATIENCE_ON_CPU_S = 0.5
+"""There is no device to give back, and the core spends seconds on collecting garbage before it exits."""
 
 
 class VllmCore:
@@ -134,8 +136,9 @@ class VllmCore:
 
     async def stop(self) -> None:
         """End the core and every process that came with it, whatever state they are in."""
-        await asyncio.to_thread(self.llm.shutdown, _PATIENCE_S)
+        await asyncio.to_thread(self.llm.shutdown, _PATIENCE_ON_CPU_S if self.on_cpu else _PATIENCE_S)
         await asyncio.to_thread(end, self._family, _PATIENCE_S)
+        self.llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets, not their context
         self.process.close()
         if not self.process.died.done():
             self.process.died.set_result(None)

@@ -5,6 +5,7 @@ which policy is served or when: that is the publisher's.
 """
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -14,15 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import VllmConfig
+from rollout.digests import manifest_digest
 from rollout.engines.identity import EngineIdentity
 from rollout.engines.vllm_core import VllmCore
 from rollout.engines.vllm_launch import quiet_vllm
 from rollout.engines.vllm_requests import Limits, Part, aborted_chunks, check_ids, chunks_of, parts_of, scoring_params
 from rollout.engines.vllm_transfer import announced, check_transport
 from rollout.engines.vllm_usage import Usage
-from rollout.engines.vllm_weights import Shape, refuse_difference, shapes_of
+from rollout.engines.vllm_weights import Layout, layout_of, refuse_difference
 from rollout.errors import EngineError, UserError, boundary
 from rollout.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
+from rollout.manifest import digest_directory
 from rollout.protocols import EngineLoad
 from rollout.trajectory import EngineTag, LogprobSemantics
 from rollout.weights import ApplyReport, PolicyVersion, Transport, WeightManifest
@@ -42,7 +45,7 @@ class VllmEngine:
         self._core: VllmCore | None = None
         self._starting: asyncio.Task[VllmCore] | None = None
         self._limits = Limits(0, 0)
-        self._expected: dict[str, Shape] = {}
+        self._expected: Layout = {}
         self._policies: dict[str, PolicyVersion] = {}
         self._policy: PolicyVersion | None = None
         self._digest = ""
@@ -66,13 +69,14 @@ class VllmEngine:
             raise UserError('deterministic mode needs results that do not depend on arrival times, which vLLM does not give; set engine.type = "torch"')
         if manifest.transport is not Transport.DISK:
             raise UserError(f"the first weights come from a complete model directory; got transport {manifest.transport.value!r}")
+        entries = await asyncio.to_thread(digest_directory, Path(manifest.location))
+        self._expected = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         self._starting = asyncio.ensure_future(VllmCore.start(manifest.location, self._config, self._identity))
         core = self._core = await self._starting
         self._starting = None
         config = core.llm.model_config
         self._limits = Limits(config.max_model_len, config.get_vocab_size())
-        self._expected = shapes_of(Path(manifest.location))
-        await self._take_label(core, manifest.policy, await core.rpc("concord_digest", manifest.location))
+        await self._take_label(core, manifest.policy, manifest_digest(entries))
         await self._warm_up(core)
         return await self.tag()
 
@@ -146,8 +150,10 @@ class VllmEngine:
         if self._paused_at_s is None:
             raise EngineError(f"got weights {manifest.policy.key} while sampling; pause the engine first")
         check_transport(manifest, on_cpu=core.on_cpu)
-        if manifest.transport is Transport.DISK:
-            refuse_difference(shapes_of(Path(manifest.location)), self._expected, manifest.location)
+        disk = manifest.transport is Transport.DISK
+        offered = layout_of(Path(manifest.location)) if disk else {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        refuse_difference(offered, self._expected, manifest.location)
+        if disk:
             call = core.rpc("concord_load", manifest.location)
         else:
             first_rank = self._identity.replica * self._config.tensor_parallel_size
@@ -218,6 +224,8 @@ class VllmEngine:
         if self._core is not None:
             core, self._core = self._core, None
             await core.stop()
+            del core
+            await asyncio.to_thread(gc.collect)  # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain
 
     def _running_core(self) -> VllmCore:
         if self._core is None:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from rollout.digests import manifest_digest
 from rollout.engines.vllm_transfer import TORCH_NAMES, Rendezvous, Tensors, open_receiver, receive_into, update_info
 from rollout.errors import EngineError
+from rollout.tensor_files import weight_files
 from rollout.weights import TensorEntry
 
 if TYPE_CHECKING:
@@ -43,10 +44,6 @@ class ConcordWorkerExtension:
         """End this process (and the engine core that it belongs to) when the owner has died, however it died."""
         threading.Thread(target=_end_with, args=(owner_pid, os.getppid()), name="concord-owner", daemon=True).start()
         return ""
-
-    def concord_digest(self, directory: str) -> str:
-        """Digest of the tensors in a directory, without loading them: for the weights that the engine started from."""
-        return manifest_digest(_entry(name, tensor) for name, tensor in _tensors(Path(directory)))
 
     def concord_load(self, directory: str) -> str:
         """Load a published directory (in Hugging Face layout) into the running model; the digest of the bytes that were read."""
@@ -85,11 +82,15 @@ class ConcordWorkerExtension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model = self.model_runner.get_model()
+        on_cpu = self.device.type == "cpu"
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if on_cpu:
+                _forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             yield model
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-            _repack_retained(model)
+            if on_cpu:
+                _repack_retained(model)
 
     def _settle(self, loaded: set[str] | None) -> None:
         model = self.model_runner.get_model()
@@ -101,8 +102,20 @@ class ConcordWorkerExtension:
         self.model_runner.reset_mm_cache()
 
 
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have experts packed as at the first load.
+
+    With a kernel in place vLLM takes expert weights over as they come, without the packing that its CPU kernel reads them by: the
+    weights are then all there, and every log-prob is wrong. Without one it builds kernel and packing anew.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def _repack_retained(model: torch.nn.Module) -> None:
-    """Pack again what keeps a packed copy *beside* its weight: on CPU the embedding and the head.
+    """Pack again what keeps a packed copy *beside* its weight: the embedding and the head.
 
     The reload processes only layers that received weights of their own. A tied head receives none, so without this its packed copy
     would go on being the old head, while `lm_head.weight` and every file digest say otherwise.
@@ -125,7 +138,7 @@ def _end_with(owner_pid: int, parent_pid: int) -> None:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 - the reader is no mapping
                 yield name, reader.get_tensor(name)

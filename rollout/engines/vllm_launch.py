@@ -3,6 +3,7 @@
 It knows no request. The environment is set before vllm is imported; what concerns the child process only is taken back after the launch.
 """
 
+import gc
 import json
 import os
 import re
@@ -33,17 +34,16 @@ def quiet_vllm() -> None:
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_LOGGING_LEVEL="ERROR")
 
 
-def check_model_directory(directory: Path) -> None:
+def check_model_config(directory: Path) -> None:
     """What vLLM's child process would otherwise report only in its log.
 
     Raises:
-        UserError: the directory is not a complete Hugging Face model.
+        UserError: there is no readable config.json.
     """
-    for name in ("config.json", "*.safetensors"):
-        if not any(directory.glob(name)):
-            raise UserError(f"model directory {directory} has no {name}; expected a complete Hugging Face model (config.json, *.safetensors)")
     try:
         json.loads((directory / "config.json").read_bytes())
+    except OSError as error:
+        raise UserError(f"model directory {directory}: config.json cannot be read ({error.strerror}); expected a complete Hugging Face model") from error
     except ValueError as error:
         raise UserError(f"model directory {directory}: config.json is not JSON ({error}); save the model again") from error
 
@@ -71,8 +71,8 @@ def child_environment(core: int | None) -> dict[str, str | None]:
 def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *, on_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`. Ids go in and out: no tokenizer is loaded.
 
-    Prefixes are shared only where every weight update clears the cache (`recompute`): under `keep`, a new request could otherwise
-    start from KV that older weights wrote.
+    Prefixes are shared on GPU only (on CPU the hashing costs more than short prompts give back), and only where every weight update clears
+    the cache (`recompute`): under `keep`, a new request could otherwise start from KV that older weights wrote.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -84,7 +84,7 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "max_num_seqs": config.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
-        "enable_prefix_caching": config.kv_across_versions == "recompute",
+        "enable_prefix_caching": not on_cpu and config.kv_across_versions == "recompute",
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "worker_extension_cls": EXTENSION,
@@ -112,7 +112,7 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
         UserError: model and config do not fit together or the machine; the message holds the cure.
         EngineError: the core did not start for another reason.
     """
-    check_model_directory(Path(model))
+    check_model_config(Path(model))
     log = scratch / "core.log"
     quiet_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -126,7 +126,11 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
             arguments = AsyncEngineArgs(**engine_arguments(model, config, identity, on_cpu=on_cpu), log_config_file=str(_log_config(scratch, log)))
             return AsyncLLM.from_engine_args(_quietly(arguments))
         except (ValueError, RuntimeError, OSError, MemoryError, TimeoutError) as error:
-            raise explain(f"{type(error).__name__}: {error}", root_cause(log), config) from error
+            # The traceback holds half a client and its sockets; what happened is in the core's log, whose last error is told.
+            failure = explain(f"{type(error).__name__}: {error}", root_cause(log), config)
+            error.with_traceback(None)
+            gc.collect()
+            raise failure from error
 
 
 def root_cause(log: Path) -> str:

@@ -3,8 +3,9 @@
 The sender runs in the trainer's process and is handed to it as a callable, so the trainer never names vLLM. Both halves take the tensors
 in the order of the manifest. Publication drives the receivers (`Engine.apply`) while the sender sends.
 
-What a trainer must do, on every rank: build `NcclSender` (or `IpcSender`) once, and after each step call `send(tensors)` with the full
-(gathered) tensors under their Hugging Face names, rank 0 being the one that sends. A tied head is left out.
+What a trainer must do, on every rank: build one `NcclSender` or `IpcSender`, name its rendezvous as the location of its manifests, and
+call `send` after each step. The tensors are full (gathered) ones under their Hugging Face names, in the order of the manifest; a tied
+head is left out. With nccl, rank 0 sends while the engines are in `Engine.apply`; with ipc, all ranks export before it.
 """
 
 import pickle
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from rollout.errors import EngineError, UserError
 from rollout.weights import TensorEntry, Transport, WeightManifest
@@ -30,12 +31,17 @@ TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where trainer and workers meet: `nccl://HOST:PORT?world_size=N` (sender and all workers) or `ipc:///DIRECTORY` (where trainer ranks export handles)."""
+    """Where trainer and workers meet: `nccl://HOST:PORT?world_size=N` (sender and all workers) or `ipc:///DIRECTORY` (where trainer ranks export handles).
+
+    When some replicas are absent, `&first_ranks=A,B` names those that take part.
+    """
 
     transport: Transport
     host: str = ""
     port: int = 0
     world_size: int = 0
+    first_ranks: tuple[int, ...] = ()
+    """For each replica that takes part, the rank its first worker has among the receivers of all replicas; empty when all take part."""
     path: str = ""
 
     @classmethod
@@ -47,19 +53,37 @@ class Rendezvous:
         """
         parts = urlsplit(location)
         if parts.scheme == "nccl" and parts.hostname and parts.port:
-            world = parse_qs(parts.query).get("world_size", [""])[0]
+            query = parse_qs(parts.query)
+            world, first = query.get("world_size", [""])[0], query.get("first_ranks", [""])[0]
             if world.isdigit() and int(world) > 1:
-                return cls(transport=Transport.NCCL, host=parts.hostname, port=parts.port, world_size=int(world))
+                first_ranks = tuple(int(rank) for rank in first.split(",") if rank)
+                return cls(transport=Transport.NCCL, host=parts.hostname, port=parts.port, world_size=int(world), first_ranks=first_ranks)
         if parts.scheme == "ipc" and parts.path:
-            return cls(transport=Transport.IPC, path=parts.path)
+            return cls(transport=Transport.IPC, path=unquote(parts.path))
         raise UserError(f"got weight rendezvous {location!r}; expected nccl://HOST:PORT?world_size=N (N > 1) or ipc:///DIRECTORY")
 
     @property
     def location(self) -> str:
         """The inverse of `parse`."""
         if self.transport is Transport.NCCL:
-            return f"nccl://{self.host}:{self.port}?world_size={self.world_size}"
-        return f"ipc://{self.path}"
+            first = f"&first_ranks={','.join(map(str, self.first_ranks))}" if self.first_ranks else ""
+            return f"nccl://{self.host}:{self.port}?world_size={self.world_size}{first}"
+        return f"ipc://{quote(self.path)}"
+
+    def worker_rank(self, first_rank: int) -> int:
+        """Rank in the NCCL group of the first worker of a replica; the sender is rank 0, the workers of those that take part follow.
+
+        Args:
+            first_rank: the replica's first rank among the receivers of all replicas.
+
+        Raises:
+            EngineError: the replica takes no part.
+        """
+        if not self.first_ranks:
+            return 1 + first_rank
+        if first_rank not in self.first_ranks:
+            raise EngineError(f"got the rendezvous {self.location} on the replica whose first rank is {first_rank}, which it does not name")
+        return 1 + self.first_ranks.index(first_rank) * ((self.world_size - 1) // len(self.first_ranks))
 
 
 def check_transport(manifest: WeightManifest, *, on_cpu: bool) -> None:
@@ -115,7 +139,7 @@ def init_info(rendezvous: Rendezvous, first_rank: int) -> dict[str, Any]:
     return {
         "master_address": rendezvous.host,
         "master_port": rendezvous.port,
-        "rank_offset": 1 + first_rank,
+        "rank_offset": rendezvous.worker_rank(first_rank),
         "world_size": rendezvous.world_size,
         "packed": True,
     }
@@ -186,14 +210,14 @@ class _DrivenByEngines:
 class NcclSender:
     """Broadcasts full tensors from trainer rank 0 to all workers of all replicas."""
 
-    def __init__(self, rendezvous: Rendezvous, tensors: Sequence[TensorEntry], rank: int, world: Callable[[], Iterator[tuple[str, "Tensor"]]]) -> None:
+    def __init__(self, rendezvous: Rendezvous, tensors: Sequence[TensorEntry], rank: int, fresh: Callable[[], Iterator[tuple[str, "Tensor"]]]) -> None:
         """Open the endpoint: on rank 0 this blocks until every worker has joined, so the engines' first `apply` must run meanwhile.
 
         Args:
             rendezvous: the manifest's.
             tensors: names, dtypes and shapes in the order in which they are sent.
             rank: this trainer rank; all ranks iterate (a gather is a collective), rank 0 sends.
-            world: a fresh pass over the full tensors, in that order.
+            fresh: a new pass over the full tensors, in that order.
         """
         import torch
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -205,7 +229,7 @@ class NcclSender:
                 return [ParamMeta(t.name, getattr(torch, TORCH_NAMES[t.dtype]), t.shape) for t in tensors]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return world()
+                return fresh()
 
         info = NCCLTrainerInitInfo(rendezvous.host, rendezvous.port, rendezvous.world_size, rank=rank)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=_DrivenByEngines(), source=Source())

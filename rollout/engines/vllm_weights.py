@@ -1,52 +1,36 @@
 """What a published directory holds, read from the files' headers alone: refused before anything of the running model is touched."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from rollout.errors import EngineError, boundary
+from rollout.tensor_files import tensor_spans, weight_files
 
-from rollout.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A tensor without its values."""
-
-    dtype: str
-    """safetensors name."""
-    shape: tuple[int, ...]
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> (safetensors dtype, shape)."""
 
 
-def shapes_of(directory: Path) -> dict[str, Shape]:
-    """Every tensor of a directory's safetensors files.
+def layout_of(directory: Path) -> Layout:
+    """Every tensor of a directory's safetensors files, without its values.
 
     Raises:
         EngineError: there is none, a file is broken, or a name comes twice.
     """
-    shapes: dict[str, Shape] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy") as reader:
-                for name in reader.keys():  # noqa: SIM118 - the reader is no mapping
-                    if name in shapes:
-                        raise EngineError(f"tensor {name} is in two files of {directory}; publish it once")
-                    view = reader.get_slice(name)
-                    shapes[name] = Shape(view.get_dtype(), tuple(view.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise EngineError(f"{file} cannot be read ({error}); publish the weights again") from error
-    if not shapes:
-        raise EngineError(f"{directory} holds no *.safetensors file with tensors; expected a complete publication")
-    return shapes
+    layout: Layout = {}
+    with boundary(EngineError, f"weights in {directory}"):
+        for span in [span for file in weight_files(directory) for span in tensor_spans(file)]:
+            if span.name in layout:
+                raise EngineError(f"tensor {span.name} is in two files of {directory}; publish it once")
+            layout[span.name] = (span.dtype, span.shape)
+    return layout
 
 
-def refuse_difference(got: dict[str, Shape], expected: dict[str, Shape], where: str) -> None:
+def refuse_difference(got: Layout, expected: Layout, where: str) -> None:
     """Hold tensors against those that the engine started from.
 
     Raises:
         EngineError: a tensor is missing, unknown, or of another dtype or shape.
     """
-    problems: Sequence[str] = [
+    problems = [
         *(f"{name} is missing" for name in sorted(expected.keys() - got.keys())),
         *(f"{name} is unknown" for name in sorted(got.keys() - expected.keys())),
         *(f"{name} is {got[name]}, not {expected[name]}" for name in sorted(got.keys() & expected.keys()) if got[name] != expected[name]),
