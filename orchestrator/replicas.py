@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from actors.ports import EnginePort, Fleet, Started, WorkerPort
 from orchestrator.config import DeadlinesConfig
 from orchestrator.deadlines import within
-from rollout.errors import ConcordError, WeightSyncError
+from rollout.errors import ConcordError, ProcessLostError, WeightSyncError
 from rollout.generation import PauseMode
 from rollout.protocols import EngineLoad
 from rollout.trajectory import EngineTag
@@ -122,7 +122,7 @@ class Replicas:
             ConcordError: it failed or did not answer in time.
         """
         if replica.port is None:
-            raise WeightSyncError(f"engine replica {replica.slot} has no process; it is being restarted")
+            raise ProcessLostError(f"engine replica {replica.slot} has no process; it is being restarted")
         answer = await within(replica.port.update(manifest, mode), self._deadlines.update_s, f"engine replica {replica.slot} to apply {manifest.policy.key}")
         if answer.report.digest != manifest.digest:
             raise WeightSyncError(
