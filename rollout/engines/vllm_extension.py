@@ -110,7 +110,7 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
 
