@@ -91,6 +91,19 @@ class TrainerPort(Protocol):
         """Write the present weights as `policy`."""
         ...
 
+    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+        """The manifest by which engines receive what was just published as `manifest` from the trainer's GPUs.
+
+        Args:
+            members: (slot, incarnation) of every replica that will apply it.
+            workers: GPUs of one replica.
+        """
+        ...
+
+    async def send(self, manifest: WeightManifest) -> None:
+        """Send the weights under a manifest of `open_transfer`; with nccl the replicas must be applying it meanwhile, with ipc only afterwards."""
+        ...
+
     async def save(self, policy: PolicyVersion, directory: Path) -> None:
         """Write a checkpoint, complete or absent."""
         ...

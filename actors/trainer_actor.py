@@ -12,7 +12,7 @@ from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.trajectory import LeasedGroups
-from rollout.weights import PolicyVersion, WeightManifest
+from rollout.weights import PolicyVersion, Transport, WeightManifest
 from trainer.build import build_trainer
 from trainer.checkpoints import CheckpointState
 from trainer.types import StepReport, StepRequest
@@ -20,7 +20,7 @@ from trainer.types import StepReport, StepRequest
 
 @ray.remote
 class TrainerActor:
-    """One rank. Every method is collective: all ranks get the same call."""
+    """One rank. Every method but `open_transfer` is collective: all ranks get the same call."""
 
     def __init__(self, spec: FleetSpec, rank: int, init_method: str) -> None:
         enter_process(f"trainer-{rank}", spec.run_dir)
@@ -46,6 +46,15 @@ class TrainerActor:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
         self._digest = manifest.digest if manifest else ""
         return manifest
+
+    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+        """Only rank 0 is called."""
+        nccl = self._spec.weights.transport == Transport.NCCL
+        place = ray.util.get_node_ip_address() if nccl else str((self._spec.run_dir / ".transfer").resolve())
+        return self._trainer.open_transfer(manifest, members, workers, place)
+
+    def send(self, manifest: WeightManifest) -> None:
+        self._trainer.send(manifest)
 
     def save(self, policy: PolicyVersion, directory: Path) -> None:
         self._trainer.save_checkpoint(directory, CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest))
@@ -76,6 +85,12 @@ class RayTrainer:
 
     async def publish(self, policy: PolicyVersion) -> WeightManifest:
         return await self._all([rank.publish.remote(policy) for rank in self.ranks])
+
+    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+        return await call(self.ranks[0].open_transfer.remote(manifest, members, workers), "trainer rank 0")
+
+    async def send(self, manifest: WeightManifest) -> None:
+        await self._all([rank.send.remote(manifest) for rank in self.ranks])
 
     async def save(self, policy: PolicyVersion, directory: Path) -> None:
         await self._all([rank.save.remote(policy, directory) for rank in self.ranks])

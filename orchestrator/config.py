@@ -133,8 +133,24 @@ class RunConfig(Section):
                 f"got weights.transport = {self.weights.transport!r}, which needs engine.type = 'vllm' and GPUs on both sides; set "
                 "weights.transport = 'disk', or engine.num_gpus and trainer.num_gpus"
             )
+        self._check_gpu_transport()
         self._check_deterministic()
         return self
+
+    def _check_gpu_transport(self) -> None:
+        transport, engine, trainer = self.weights.transport, self.engine.num_gpus, self.trainer.num_gpus
+        if transport != "disk" and self.trainer.type != "fsdp":
+            raise ValueError(f"got weights.transport = {transport!r} with trainer.type = {self.trainer.type!r}, which sends nothing; set 'disk'")
+        if transport == "nccl" and (engine < 1 or trainer < 1):
+            raise ValueError(
+                f"got weights.transport = 'nccl' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; it needs a GPU for each "
+                "process: set both to 1 or more, or weights.transport = 'ipc' for processes that share one"
+            )
+        if transport == "ipc" and (engine >= 1 or trainer >= 1):
+            raise ValueError(
+                f"got weights.transport = 'ipc' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; it is for processes that share "
+                "a GPU: set both below 1 (such as 0.5), or weights.transport = 'nccl' for GPUs of their own"
+            )
 
     def _check_deterministic(self) -> None:
         if not self.run.deterministic:

@@ -29,6 +29,7 @@ from orchestrator.publication import Publisher
 from orchestrator.replicas import Replicas
 from orchestrator.supervision import Supervision
 from orchestrator.training import Checkpoints, Training
+from orchestrator.transfer import build_transfer
 from rollout.errors import ConcordError
 from rollout.generation import PauseMode
 from rollout.protocols import PromptSource, Recovery
@@ -66,8 +67,9 @@ class Loop:
         )
         self.supervision = Supervision(replicas=replicas, book=self.book, deadlines=config.deadlines, spawn=self._spawn)
         mode = PauseMode.DRAIN if run.deterministic else PauseMode(config.engine.kv_across_versions)
+        transfer, fail = build_transfer(config, fleet.trainer), self.supervision.fail
         self.publisher = Publisher(
-            replicas=replicas, store=fleet.store, first=opening.manifest, mode=mode, on_commit=self._committed, on_failure=self.supervision.fail
+            replicas=replicas, store=fleet.store, first=opening.manifest, mode=mode, on_commit=self._committed, on_failure=fail, transfer=transfer
         )
         self.supervision.publisher = self.publisher
         if run.deterministic:

@@ -1,17 +1,19 @@
 """From a manifest to a committed version: the only edge of the loop that goes back.
 
 Consumes manifests from the training loop; has every live replica apply and verify them; commits the ledger when all healthy
-replicas have answered; retires and restarts those that fail. Waits for engines, never makes the trainer wait.
+replicas have answered; retires and restarts those that fail. Waits for engines. With weights on disk it never makes the trainer wait; what
+travels from GPU to GPU must not change on its way, so the trainer then waits for `transferred`.
 Publications are serial. A waiting manifest is superseded by a newer one, except in deterministic mode, where every version is applied in turn
 after the engines have drained.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from orchestrator.replicas import Replica, Replicas
+from orchestrator.transfer import Transfer
 from rollout.dispatch import LedgerEntry
 from rollout.errors import ConcordError, WeightSyncError
 from rollout.generation import PauseMode
@@ -34,12 +36,15 @@ class Publisher:
         mode: PauseMode,
         on_commit: Callable[[list[ApplyReport]], Awaitable[None]],
         on_failure: Callable[[Replica, str, tuple[PolicyVersion, ...]], Awaitable[None]],
+        transfer: Transfer | None = None,
     ) -> None:
         self._replicas = replicas
         self._store = store
         self._mode = mode
         self._on_commit = on_commit
         self._on_failure = on_failure
+        self._transfer = transfer
+        self._settled = asyncio.Event()
         self._waiting: deque[WeightManifest] = deque()
         self._offered = asyncio.Event()
         self._joined = asyncio.Event()
@@ -57,7 +62,13 @@ class Publisher:
             self.superseded += len(self._waiting)
             self._waiting.clear()
         self._waiting.append(manifest)
+        self._settled.clear()
         self._offered.set()
+
+    async def transferred(self) -> None:
+        """With a GPU transport: wait until no replica takes bytes from the trainer any more. With disk none does: returns at once."""
+        if self._transfer is not None:
+            await self._settled.wait()
 
     async def run(self) -> None:
         """Publish for ever; ends by cancellation, or by raising when no replica passes."""
@@ -71,6 +82,7 @@ class Publisher:
                 manifest = self._waiting.popleft()
                 with self._hold(manifest.policy):
                     await self._publish(manifest)
+            self._settled.set()
 
     async def _a_replica_serves(self) -> None:
         while not self._replicas.serving(self.committed.policy):
@@ -83,7 +95,7 @@ class Publisher:
         for _ in range(MAX_TRIES):
             async with self._weights_lock:
                 live = self._replicas.serving(self.committed.policy)
-                answers = await asyncio.gather(*(self._update(replica, manifest) for replica in live))
+                answers = await self._update_all(live, manifest)
                 reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
                 if reports:
                     await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
@@ -98,6 +110,22 @@ class Publisher:
             if self._waiting and self._mode is not PauseMode.DRAIN:
                 return
         raise WeightSyncError(f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, failures)) or 'none is alive'}")
+
+    async def _update_all(self, live: Sequence[Replica], manifest: WeightManifest) -> list[ApplyReport | ConcordError]:
+        """The answer of each replica; with a GPU transport the trainer sends meanwhile.
+
+        Raises:
+            WeightSyncError: the trainer could not send: whoever waited for the rest can only be ended.
+        """
+        if self._transfer is None or not live:
+            return await asyncio.gather(*(self._update(replica, manifest) for replica in live))
+        announced = await self._transfer.announce(manifest, live)
+        updates = asyncio.gather(*(self._update(replica, announced) for replica in live))
+        try:
+            await self._transfer.send(announced)
+            return await updates
+        finally:
+            updates.cancel()
 
     async def _update(self, replica: Replica, manifest: WeightManifest) -> ApplyReport | ConcordError:
         incarnation = replica.incarnation

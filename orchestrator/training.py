@@ -1,6 +1,7 @@
 """The training loop: batch -> step -> commit record -> published weights -> (sometimes) checkpoint.
 
-Consumes what the gate lets through; produces versions. Waits for ready groups only: engines apply weights while the next step runs.
+Consumes what the gate lets through; produces versions. Waits for ready groups only: engines apply weights while the next step runs. With a GPU transport
+it also waits until the engines have the weights, before the next step changes them.
 """
 
 import asyncio
@@ -130,6 +131,7 @@ class Training:
         manifest, _ = await asyncio.gather(self._publish(request.policy), self._acknowledge(batch, report, request))
         self.policy, self.manifest = request.policy, manifest
         self._publisher.offer(manifest)
+        await self._transferred()
         phases.publish_s = time.monotonic() - begun
         book.accounts.trainer_busy_s += phases.train_s + phases.publish_s
         return StepDone(report=report, facts=facts, phases=phases)
@@ -140,6 +142,12 @@ class Training:
 
     async def _publish(self, policy: PolicyVersion) -> WeightManifest:
         return await within(self._trainer.publish(policy), self._deadlines.checkpoint_s, f"the trainer to publish {policy.key}")
+
+    async def _transferred(self) -> None:
+        progress = self._book.progress
+        progress.waits("training", f"the engines to receive {self.policy.key} from the trainer")
+        await self._publisher.transferred()
+        progress.waits("training", "")
 
     async def _acknowledge(self, batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> None:
         book = self._book

@@ -88,7 +88,7 @@ class WeightManifest:
     location: str
     """disk: a directory in Hugging Face layout; nccl and ipc: the rendezvous of the transfer."""
     tensors: tuple[TensorEntry, ...]
-    """Sorted by name. With a tied head, the head is not among them."""
+    """Sorted by name; for nccl and ipc, in the order in which they are sent. With a tied head, the head is not among them."""
     digest: str
     """`rollout.digests.manifest_digest(tensors)`."""
     canary: Canary

@@ -166,6 +166,8 @@ class LocalTrainer:
         self._run_dir = run_dir
         self.batches: list[tuple[int, tuple[str, ...]]] = []
         """(version, dispatch ids) of every step, in order."""
+        self.sent: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        """(version, members) of every transfer, in order; the bytes themselves stay on disk."""
 
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
         lease = await self._store.lease(trainer_epoch, dispatch_ids)
@@ -177,6 +179,13 @@ class LocalTrainer:
         manifest = self.trainer.publish(policy, self._run_dir / "weights" / policy.key)
         assert manifest is not None
         return manifest
+
+    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+        self.sent.append((manifest.policy.version, tuple(members)))
+        return manifest
+
+    async def send(self, manifest: WeightManifest) -> None:
+        return None
 
     async def save(self, policy: PolicyVersion, directory: Path) -> None:
         self.trainer.save_checkpoint(directory, CheckpointState(policy=policy, seed=0, weights_digest=""))

@@ -14,7 +14,7 @@ from trainer.types import StepReport, StepRequest
 
 
 class TrainerRank(Protocol):
-    """One rank. Every method but `close` is collective."""
+    """One rank. Every method but `open_transfer` and `close` is collective."""
 
     def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups."""
@@ -22,6 +22,14 @@ class TrainerRank(Protocol):
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
         """Write the weights as `policy`; rank 0 answers with the manifest."""
+        ...
+
+    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
+        """The manifest by which engines receive what was just published, without the disk. On rank 0 only; not collective."""
+        ...
+
+    def send(self, manifest: WeightManifest) -> None:
+        """Send the weights to the engines that are told to apply `manifest`."""
         ...
 
     def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:

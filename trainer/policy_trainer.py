@@ -2,13 +2,13 @@
 
     payloads -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
 
-Every method but `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
+Every method but `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.codec import decode
-from rollout.weights import Canary, PolicyVersion, WeightManifest
+from rollout.errors import UserError
+from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
 from trainer.algorithms.registry import build_algorithm
 from trainer.batcher import TrainingBatch, build_batch
 from trainer.canary import canary_token_ids
@@ -28,9 +29,12 @@ from trainer.optimizer import OptimizerReport, PolicyOptimizer
 from trainer.packing import pack
 from trainer.policy_loss import SUMS, PolicyLoss, loss_tokens
 from trainer.publication import Publisher
-from trainer.ranks import join_ranks, leave_ranks, reshard
+from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.types import AuditedGroup, MicroBatch, StepReport, StepRequest, Verdict
+
+if TYPE_CHECKING:
+    from trainer.transfer import Transfer
 
 
 class PolicyTrainer:
@@ -61,6 +65,7 @@ class PolicyTrainer:
             self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
         )
         self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
+        self._transfer = _transfer_of(weights, self._ranks, self._publisher)
 
     def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups; every rank gets all and takes its own share.
@@ -68,6 +73,8 @@ class PolicyTrainer:
         Raises:
             UserError: the batch mixes sampling temperatures, or its groups do not suit the algorithm.
         """
+        if self._transfer is not None:
+            self._transfer.release()
         clock = _PhaseClock()
         groups = [decode(payload) for payload in payloads]
         clock.end("decode")
@@ -99,6 +106,28 @@ class PolicyTrainer:
         """
         return self._publisher.publish(policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids)))
 
+    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
+        """The manifest by which engines receive from GPU to GPU what was just published. On rank 0 only; not collective.
+
+        Raises:
+            UserError: the transport is disk.
+        """
+        return self._gpu_transfer().open(manifest, self._publisher.order, members, workers, place)
+
+    def send(self, manifest: WeightManifest) -> None:
+        """Send the current weights under a manifest of `open_transfer`.
+
+        Raises:
+            UserError: the transport is disk.
+            WeightSyncError: the transfer broke off.
+        """
+        self._gpu_transfer().send(manifest)
+
+    def _gpu_transfer(self) -> "Transfer":
+        if self._transfer is None:
+            raise UserError('got a transfer from GPU to GPU with weights.transport = "disk"; set it to "nccl" or "ipc"')
+        return self._transfer
+
     def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
         """Write model, optimizer, random state and `state`; complete or absent.
 
@@ -116,7 +145,9 @@ class PolicyTrainer:
         return load_checkpoint(directory, self._model, self._optimizer.adamw, self._ranks)
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the engines and the other ranks."""
+        if self._transfer is not None:
+            self._transfer.close()
         leave_ranks()
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], temperature: float) -> Tensor:
@@ -127,6 +158,15 @@ class PolicyTrainer:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums += added
         return sums
+
+
+def _transfer_of(weights: WeightsConfig, ranks: Ranks, publisher: Publisher) -> "Transfer | None":
+    """Loads what sends from GPU to GPU only when the config asks for it."""
+    if weights.transport == Transport.DISK:
+        return None
+    from trainer.transfer import Transfer
+
+    return Transfer(Transport(weights.transport), ranks.rank, ranks.device, publisher.whole_tensors)
 
 
 class _PhaseClock:

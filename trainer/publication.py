@@ -51,6 +51,8 @@ class Publisher:
         self._model, self._layout, self._model_dir = model, layout, model_dir
         self._dtype, self._shard_bytes, self._ranks = dtype, shard_bytes, ranks
         self._linked_from: Path | None = None
+        self.order: dict[str, int] = {}
+        """On rank 0: place of each tensor in the order in which `whole_tensors` yields them, once something was published."""
 
     def publish(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
         """Write `directory`; rank 0 returns its manifest, the others None. Collective.
@@ -67,7 +69,9 @@ class Publisher:
         if not self._ranks.first or temporary is None:
             self._ranks.agree()
             return None
-        entries = tuple(sorted((entry for shard in shards for entry in shard.entries), key=lambda entry: entry.name))
+        written = [entry for shard in shards for entry in shard.entries]
+        self.order = {entry.name: place for place, entry in enumerate(written)}
+        entries = tuple(sorted(written, key=lambda entry: entry.name))
         manifest = WeightManifest(
             policy=policy,
             transport=Transport.DISK,
@@ -99,7 +103,7 @@ class Publisher:
         shards: list[_Shard] = []
         pending: dict[str, Tensor] = {}
         size = 0
-        for name, tensor in self._whole_tensors():
+        for name, tensor in self._tensors_to_write():
             num_bytes = tensor.numel() * tensor.element_size()
             if pending and size + num_bytes > self._shard_bytes:
                 shards.append(_save_shard(cast(Path, temporary), len(shards), pending))
@@ -110,7 +114,14 @@ class Publisher:
             shards.append(_save_shard(temporary, len(shards), pending))
         return shards
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint name and tensor of everything published, on every rank and where the model lives. Collective."""
+        with torch.no_grad():
+            for name, tensor in stored_tensors(self._model.causal_lm):
+                for stored, part in self._layout.stored_form(name, self._whole(tensor)).items():
+                    yield stored, part.detach().contiguous()
+
+    def _tensors_to_write(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint name and CPU tensor of everything published, on rank 0 only; the others take part in the gathering and see none."""
         with torch.no_grad():
             for name, tensor in stored_tensors(self._model.causal_lm):
@@ -168,11 +179,12 @@ def _save_shard(temporary: Path, number: int, tensors: dict[str, Tensor]) -> _Sh
     path = temporary / f"shard-{number}.safetensors"
     with boundary(UserError, f"cannot write weights to {temporary} (free space, or choose another run directory)"):
         cast(Any, safetensors.torch).save_file(tensors, path, metadata={"format": "pt"})
-    entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
+    entries = tuple(tensor_entry(name, tensor) for name, tensor in tensors.items())
     return _Shard(path=path, entries=entries, num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
 
 
-def _entry(name: str, tensor: Tensor) -> TensorEntry:
+def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
+    """Name, dtype, shape and digest of a contiguous CPU tensor."""
     raw = tensor.reshape(-1).view(torch.uint8).numpy()
     return TensorEntry(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), sha256=hashlib.sha256(raw.data).hexdigest())
 

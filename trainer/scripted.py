@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.codec import decode
 from rollout.digests import manifest_digest
+from rollout.errors import UserError
 from rollout.manifest import digest_directory, write_manifest
 from rollout.trajectory import Trajectory
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
@@ -73,6 +74,22 @@ class ScriptedTrainer:
         write_manifest(temporary, self._published)
         temporary.rename(directory)
         return self._published
+
+    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
+        """Refused: there is no GPU to send from.
+
+        Raises:
+            UserError: always, with the cure.
+        """
+        raise UserError('got a GPU transport with trainer.type = "scripted", which has no GPU; set weights.transport = "disk"')
+
+    def send(self, manifest: WeightManifest) -> None:
+        """Refused, as by `open_transfer`.
+
+        Raises:
+            UserError: always, with the cure.
+        """
+        self.open_transfer(manifest, (), 0, "")
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """[T - 1] log-probs of the uniform distribution."""
