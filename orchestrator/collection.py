@@ -3,7 +3,7 @@
 Consumes what a worker has finished; produces ready headers, or ends dispatches; a worker that dies is replaced and its dispatches fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from actors.ports import Fleet, WorkerPort
 from orchestrator.admission import Admission
@@ -25,6 +25,8 @@ class Collection:
         self._admission = admission
         self._max_attempts = max_attempts
         self.restarts = 0
+        self.check_engines: Callable[[], Awaitable[None]] | None = None
+        """Awaited when an engine failed a group, before its capacity comes back: a dead replica must get no more work until the next health check."""
 
     async def run(self, index: int) -> None:
         """Collect from worker `index` for ever, replacing it when it dies; ends by cancellation."""
@@ -55,6 +57,8 @@ class Collection:
         if tainted:
             await self._book.reject(tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification")
         endings = [o for o in outcomes if isinstance(o, Ending)]
+        if self.check_engines is not None and any(e.reason is FailReason.ENGINE for e in endings):
+            await self.check_engines()
         if endings:
             await self._book.end(endings)
         if outcomes:

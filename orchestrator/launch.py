@@ -145,6 +145,7 @@ async def drive(
         progress=Progress(asyncio.get_running_loop().time),
     )
     checkpoints.in_use = loop.policies_in_use
+    loop.collection.check_engines = loop.supervision.check
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
 

@@ -29,8 +29,12 @@ class Supervision:
     async def run(self) -> None:
         """Check replicas for ever; ends by cancellation."""
         while True:
-            await self._replicas.poll(self.fail)
+            await self.check()
             await asyncio.sleep(self._deadlines.health_interval_s)
+
+    async def check(self) -> None:
+        """Ask every live replica once how it is, and retire those that are not well."""
+        await self._replicas.poll(self.fail)
 
     async def fail(self, replica: Replica, reason: str, suspects: tuple[PolicyVersion, ...] = ()) -> None:
         """Retire the replica's incarnation for `reason` and begin a new one."""

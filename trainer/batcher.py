@@ -55,7 +55,7 @@ def build_batch(
                 masks.append((trajectory, mask, advantage))
     counts = [int(np.count_nonzero(mask)) for _, mask, _ in masks]
     total = sum(counts)
-    weights = [1.0 / total] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
+    weights = [1.0 / max(1, total)] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
     return TrainingBatch(
         samples=tuple(_sample(*parts, weight) for parts, weight in zip(masks, weights, strict=True)),
         num_tokens=total,

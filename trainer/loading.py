@@ -107,7 +107,7 @@ def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout,
     """This rank's rows of one tensor of the model, float32, as the kind of tensor that it replaces."""
     shape = tuple(tensor.shape)
     if not source.patterns and (stored := handles[source.names[0]][1].shape) != shape:
-        raise UserError(f"got shape {stored}, expected {shape} by config.json; the config and the weights belong to different models")
+        raise UserError(f"{name} has shape {stored}, expected {shape} by config.json; the config and the weights belong to different models")
     if not isinstance(tensor, DTensor):
         return layout.assemble(name, source, lambda stored: handles[stored][0].get_tensor(stored)).to(tensor.dtype)
     rows = -(-shape[0] // ranks.world)
@@ -115,7 +115,7 @@ def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout,
     if source.patterns:
         whole = layout.assemble(name, source, lambda stored: handles[stored][0].get_tensor(stored))
         if tuple(whole.shape) != shape:
-            raise UserError(f"its parts make shape {tuple(whole.shape)}, expected {shape} by config.json")
+            raise UserError(f"the parts of {name} make shape {tuple(whole.shape)}, expected {shape} by config.json")
         local = whole[start:end]
     else:
         local = handles[source.names[0]][0].get_slice(source.names[0])[start:end]

@@ -6,6 +6,7 @@ Every method but `open_transfer` and `close` is collective: all ranks call it wi
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -55,16 +56,19 @@ class PolicyTrainer:
         facts = check_model_dir(model_dir)
         self._config = config
         self._ranks = join_ranks(config, rank, init_method)
-        torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
-        self._model, layout = load_policy(model_dir, config, self._ranks)
-        reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
-        self._algorithm = build_algorithm(config.algorithm)
-        self._loss = PolicyLoss(config.algorithm, self._algorithm, reference)
-        self._optimizer = PolicyOptimizer(self._model.parameters(), config.optimizer, self._ranks, total_steps)
-        self._publisher = Publisher(
-            self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
-        )
-        self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
+        with ExitStack() as undo:
+            undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
+            torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
+            self._model, layout = load_policy(model_dir, config, self._ranks)
+            reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+            self._algorithm = build_algorithm(config.algorithm)
+            self._loss = PolicyLoss(config.algorithm, self._algorithm, reference)
+            self._optimizer = PolicyOptimizer(self._model.parameters(), config.optimizer, self._ranks, total_steps)
+            self._publisher = Publisher(
+                self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
+            )
+            self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
+            undo.pop_all()
         self._transfer = _transfer_of(weights, self._ranks, self._publisher)
 
     def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:

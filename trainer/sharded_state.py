@@ -1,12 +1,14 @@
 """Model, optimizer and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rollout.errors import ConcordError, UserError, boundary
@@ -28,7 +30,7 @@ def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel,
     """
     temporary = directory.with_name(f".partial-{directory.name}")
     _together(ranks, lambda: begin_directory(directory) if ranks.first else None)
-    with boundary(UserError, f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
+    with _foreign_failures(f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
         _dcp.save(_tensors(model, adamw), checkpoint_id=temporary / TENSORS_NAME)
         (temporary / _rng_name(ranks.rank)).write_text(json.dumps(cast(Any, torch.get_rng_state()).tolist()))
     ranks.agree()
@@ -43,13 +45,24 @@ def load_checkpoint(directory: Path, model: PolicyModel, adamw: torch.optim.Opti
     """
     state = read_state(directory)
     tensors = _tensors(model, adamw)
-    with boundary(UserError, f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
+    with _foreign_failures(f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
         _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
         set_state_dict(model, adamw, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
         random_state = directory / _rng_name(ranks.rank)
         if random_state.is_file():
             torch.set_rng_state(torch.tensor(json.loads(random_state.read_bytes()), dtype=torch.uint8))
     return state
+
+
+@contextmanager
+def _foreign_failures(context: str) -> Iterator[None]:
+    """Whatever fails in torch's checkpointing is a user error of `context`. Its own exception is no `Exception`, so a boundary alone would miss it."""
+    try:
+        with boundary(UserError, context):
+            yield
+    except CheckpointException as error:
+        causes = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+        raise UserError(f"{context}: {'; '.join(causes)}") from error
 
 
 def _tensors(model: PolicyModel, adamw: torch.optim.Optimizer) -> dict[str, Any]:
