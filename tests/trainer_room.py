@@ -23,13 +23,13 @@ def write_bare_model(directory: Path, vocab_size: int = VOCABULARY, tokenizer_si
     settings = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size, "max_position_embeddings": 64, **config}
     (directory / "config.json").write_text(json.dumps(settings))
     vocabulary = {chr(97 + i): i for i in range(tokenizer_size)}
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": []}))
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}, "added_tokens": []}))
     save_file({"model.embed_tokens.weight": np.arange(vocab_size * 2, dtype=np.float32).reshape(vocab_size, 2)}, directory / "model.safetensors")
     return directory
 
 
-def write_model(directory: Path, seed: int = 0, moe: bool = False, scale: float = 1.0, **changes: object) -> Path:
-    """A small random Qwen3, dense or MoE, saved by transformers; `scale` multiplies the head and embedding, so that logits are not all alike."""
+def write_model(directory: Path, seed: int = 0, moe: bool = False, **changes: object) -> Path:
+    """A small random Qwen3, dense or MoE, saved by transformers, with logits that are not all alike."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -50,11 +50,9 @@ def write_model(directory: Path, seed: int = 0, moe: bool = False, scale: float 
     torch.manual_seed(seed)
     if moe:
         experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | experts | changes)))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(shape | experts | changes))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(scale)
+        model = Qwen3ForCausalLM(Qwen3Config.from_dict(shape | changes))
     write_bare_model(directory)  # its config and weights are replaced, its tokenizer stays
     model.save_pretrained(directory)
     return directory

@@ -1,7 +1,7 @@
 """Model, optimizer and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +55,7 @@ def load_checkpoint(directory: Path, model: PolicyModel, adamw: torch.optim.Opti
 
 
 @contextmanager
-def _foreign_failures(context: str) -> Iterator[None]:
+def _foreign_failures(context: str) -> Generator[None, None, None]:
     """Whatever fails in torch's checkpointing is a user error of `context`. Its own exception is no `Exception`, so a boundary alone would miss it."""
     try:
         with boundary(UserError, context):

@@ -1,0 +1,115 @@
+"""What trainer ranks do in tests, importable by the processes that run them. Results are files below `folder`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+from trainer_room import payloads
+
+from rollout.weights import PolicyVersion
+from trainer.checkpoints import CheckpointState
+from trainer.config import GrpoConfig, OptimizerConfig, RlooConfig, TrainerConfig, WeightsConfig
+from trainer.policy_trainer import PolicyTrainer
+from trainer.types import StepReport, StepRequest
+
+SMALL = 42
+"""Micro-batch tokens that cut the test's batch into micro-batches of unequal length, an odd number of them alone."""
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "token_mean": ("dense", {"algorithm": GrpoConfig(aggregation="token_mean")}),
+    "sequence_mean": ("dense", {"algorithm": GrpoConfig(aggregation="sequence_mean"), "micro_batch_tokens": SMALL}),
+    # Every row alone: nine rows, so one of two ranks runs a filler.
+    "experts": ("moe", {"algorithm": GrpoConfig(), "micro_batch_tokens": 1}),
+    "every_term": (
+        "dense",
+        {
+            "algorithm": RlooConfig(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01),
+            "activation_checkpointing": True,
+            "logprob_chunk_tokens": 7,
+            "micro_batch_tokens": SMALL,
+        },
+    ),
+}
+"""Name -> (model directory below the folder, trainer config)."""
+
+
+def build(folder: Path, name: str, rank: int = 0, world: int = 1, model: str = "dense", config: Mapping[str, object] = MappingProxyType({})) -> PolicyTrainer:
+    """One rank with a learning rate that moves a small model. `name` is that of its rendezvous, used once for each world."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.01)
+    return PolicyTrainer(
+        model_dir=folder / model,
+        config=TrainerConfig.model_validate({"ranks": world, "optimizer": optimizer, **config}),
+        weights=WeightsConfig(shard_bytes=4000),
+        total_steps=10,
+        seed=5,
+        rank=rank,
+        init_method=f"file://{folder / f'rendezvous-{name}-{world}'}",
+    )
+
+
+def step(trainer: PolicyTrainer, number: int) -> StepReport:
+    """Optimizer step `number` (from 1) on a seeded batch."""
+    return trainer.step(payloads(seed=number), StepRequest(policy=PolicyVersion(1, number), oldest_version=0))
+
+
+def tensors(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Everything in the weight files of a directory."""
+    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def run_case(rank: int, world: int, folder: Path, name: str) -> None:
+    """Three steps; then weights `NAME-wWORLD` and reports `NAME-wWORLD.json`."""
+    model, config = CASES[name]
+    trainer = build(folder, name, rank, world, model, config)
+    reports = [step(trainer, number) for number in (1, 2, 3)]
+    trainer.publish(PolicyVersion(1, 3), folder / f"{name}-w{world}")
+    trainer.close()
+    if rank == 0:
+        numbers = [{key: value for key, value in asdict(report).items() if isinstance(value, int | float)} for report in reports]
+        (folder / f"{name}-w{world}.json").write_text(json.dumps(numbers))
+
+
+def begin_alone(folder: Path) -> None:
+    """One rank: a step, checkpoint `saved-w1`, another step, weights `unbroken-2`, a third step, weights `unbroken-3`."""
+    trainer = build(folder, "begin")
+    step(trainer, 1)
+    trainer.save_checkpoint(folder / "saved-w1", CheckpointState(policy=PolicyVersion(1, 1), seed=5, weights_digest="w1", store_position={"event": 3}))
+    for number in (2, 3):
+        step(trainer, number)
+        trainer.publish(PolicyVersion(1, number), folder / f"unbroken-{number}")
+    trainer.close()
+
+
+def continue_together(rank: int, world: int, folder: Path) -> None:
+    """Several ranks: go on from `saved-w1` with step 2, weights `resumed-2`, checkpoint `saved-many`."""
+    trainer = build(folder, "continue", rank, world)
+    state = trainer.load_checkpoint(folder / "saved-w1")
+    assert (state.policy, state.weights_digest, dict(state.store_position)) == (PolicyVersion(1, 1), "w1", {"event": 3})
+    step(trainer, 2)
+    trainer.publish(PolicyVersion(1, 2), folder / "resumed-2")
+    trainer.save_checkpoint(folder / "saved-many", CheckpointState(policy=PolicyVersion(1, 2), seed=5, weights_digest=""))
+    trainer.close()
+
+
+def fail_together(rank: int, world: int, folder: Path) -> None:
+    """Several ranks whose publication cannot be written: every one gets the error, none waits."""
+    trainer = build(folder, "fail", rank, world)
+    (folder / "taken").mkdir(exist_ok=True)
+    try:
+        trainer.publish(PolicyVersion(1, 0), folder / "taken")
+    except Exception as error:  # noqa: BLE001
+        (folder / f"failure-{rank}").write_text(str(error))
+    trainer.close()
+
+
+def all_together(rank: int, world: int, folder: Path) -> None:
+    """Everything that several ranks do in one start of their processes."""
+    for name in CASES:
+        run_case(rank, world, folder, name)
+    continue_together(rank, world, folder)
+    fail_together(rank, world, folder)
