@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 EXTENSION = "rollout.engines.vllm_extension.ConcordWorkerExtension"
+SCHEDULERS = {True: "rollout.engines.vllm_scheduler.CanaryScheduler", False: "rollout.engines.vllm_scheduler.AsyncCanaryScheduler"}
+"""On CPU, and on GPU."""
 _GIB = 1024**3
 _LAUNCH = threading.Lock()
 """The environment belongs to the process: one launch at a time."""
@@ -81,7 +83,9 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "seed": int(json_digest([identity.seed, identity.replica])[:7], 16),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs + 1,  # the last place is the canary's
+        "scheduler_cls": SCHEDULERS[on_cpu],
+        "async_scheduling": not on_cpu,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "enable_prefix_caching": not on_cpu and config.kv_across_versions == "recompute",

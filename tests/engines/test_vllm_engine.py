@@ -18,7 +18,7 @@ from rollout.trajectory import FinishReason
 from rollout.weights import PolicyVersion, WeightManifest
 
 pytestmark = [
-    pytest.mark.timeout(400),  # the first test starts the engine and compiles
+    pytest.mark.timeout(600),  # the first test starts the engine and compiles
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch itself, imported by vLLM
     pytest.mark.filterwarnings("ignore:Unclosed context <zmq:ResourceWarning"),  # vLLM after a start that failed
 ]
@@ -143,6 +143,17 @@ def test_an_update_of_a_saturated_engine_loses_no_request(served: Served):
 
     for chunks in served.room.run(saturate()):
         assert all(len(tokens_of(chunks, sample)) == 60 for sample in range(8))
+
+
+def test_a_score_does_not_wait_for_a_place_in_a_full_batch(served: Served):
+    async def overtake() -> bool:
+        running = [asyncio.ensure_future(served.room.gather(ask(f"long-{i}", PROMPT, num_samples=8, new_tokens=300))) for i in range(8)]
+        await served.advance(2)  # twice the samples that fit into the batch: half of them wait
+        first = not any(request.done() for request in running)
+        await asyncio.gather(*running)
+        return first
+
+    assert served.room.run(overtake())
 
 
 def test_drain_finishes_what_runs_under_the_old_weights(served: Served):
@@ -288,6 +299,31 @@ def test_load_counts_samples_and_tokens(served: Served):
     running, tokens, busy_s = served.room.run(watch())
     assert (running, tokens) == (5, 250)
     assert busy_s > 0
+
+
+@pytest.mark.slow
+def test_updates_under_load_do_not_gather_memory(served: Served):
+    """Each update packs every layer anew: the old copies must go."""
+
+    async def update_often(first: int, times: int) -> list[float]:
+        pauses: list[float] = []
+        for version in range(first, first + times):
+            running = asyncio.ensure_future(served.room.gather(ask(f"busy-{version}", PROMPT, num_samples=8, new_tokens=20)))
+            await served.advance(1)
+            await served.room.engine.pause(PauseMode.RECOMPUTE)
+            report = await served.room.engine.apply(build_manifest(served.models[V1], PolicyVersion(2, version)))
+            await served.room.engine.resume()
+            pauses.append(report.pause_s)
+            await running
+        return pauses
+
+    core = psutil.Process(served.room.core_pid)
+    served.room.run(update_often(0, 50), 120.0)
+    before = core.memory_info().rss
+    pauses = served.room.run(update_often(50, 300), 300.0)
+    grown = core.memory_info().rss / before - 1
+    print(f"pause p50 {np.percentile(pauses, 50) * 1e3:.0f} ms, p99 {np.percentile(pauses, 99) * 1e3:.0f} ms; memory {grown:+.2%} of {before / 2**20:.0f} MiB")  # noqa: T201
+    assert grown < 0.02
 
 
 def test_stop_leaves_no_process(served: Served):

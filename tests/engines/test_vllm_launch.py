@@ -46,6 +46,14 @@ def test_prefixes_are_shared_only_where_an_update_clears_the_cache():
     assert engine_arguments("m", VllmConfig(), identity(), on_cpu=True)["enable_prefix_caching"] is False
 
 
+def test_a_place_is_kept_for_the_canary():
+    for on_cpu in (True, False):
+        arguments = engine_arguments("m", VllmConfig(max_num_seqs=32), identity(), on_cpu=on_cpu)
+        assert arguments["max_num_seqs"] == 33
+        assert arguments["scheduler_cls"].startswith("rollout.engines.vllm_scheduler.")
+        assert arguments["async_scheduling"] == ("Async" in arguments["scheduler_cls"])
+
+
 def test_replicas_and_runs_draw_apart():
     seeds = {engine_arguments("m", VllmConfig(), identity(replica, seed), on_cpu=True)["seed"] for replica in range(3) for seed in range(3)}
     assert len(seeds) == 9
