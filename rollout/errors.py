@@ -1,6 +1,6 @@
 """The error types that cross rooms. Each message says what was got, what was expected and the cure."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -45,7 +45,7 @@ class WeightSyncError(ConcordError):
 
 
 @contextmanager
-def boundary(error: type[ConcordError], context: str) -> Iterator[None]:
+def boundary(error: type[ConcordError], context: str) -> Generator[None]:
     """Classify whatever escapes foreign code as `error`; the only place where a blanket except is allowed.
 
     Args:
