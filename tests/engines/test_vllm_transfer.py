@@ -82,7 +82,7 @@ class Receiver:
     model_config: Any = "its config"
     seen: list[dict[str, Any]] = field(default_factory=list)
 
-    def set_weight_update_target(self, model: Any, model_config: Any) -> None:  # noqa: ANN401
+    def set_weight_update_target(self, model: Any, model_config: Any) -> None:
         self.model, self.model_config = model, model_config
 
     def update_weights(self, info: dict[str, Any]) -> None:

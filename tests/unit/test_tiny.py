@@ -124,7 +124,7 @@ def test_an_orthogonalised_step_moves_all_directions_alike(shape: tuple[int, ...
     OrthogonalMomentum([parameter]).step(0.1)
     values = torch.linalg.svdvals(parameter) / (0.1 * max(1.0, shape[-2] / shape[-1]) ** 0.5)
     low, high = values.min().item(), values.max().item()
-    assert 0.3 < low and high < 1.3
+    assert low > 0.3 and high < 1.3
     assert (parameter * parameter.grad).sum() < 0
 
 
