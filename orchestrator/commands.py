@@ -1,5 +1,6 @@
 """What the commands that start something do, step by step."""
 
+import contextlib
 import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor
@@ -42,15 +43,14 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
     """Execute the run, and say at the end what it came to and how to go on with it."""
     go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
-        summary = execute(config, run, inputs, reporter)
-        if summary["version"] != config.run.steps:
-            reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
+        with contextlib.closing(reporter):
+            summary = execute(config, run, inputs, reporter)
     except (ConcordError, KeyboardInterrupt):
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
-    finally:
-        reporter.close()
     show_summary(run, summary)
+    if summary["version"] != config.run.steps:
+        reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
 
 
 @interruptible()
@@ -72,9 +72,13 @@ def prepare_model(config: ModelConfig) -> Path:
     found = cached_tiny(config, default_cache_dir())
     if found is not None:
         return found
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(build_tiny, config, default_cache_dir(), _say).result()
+            # The child keeps this mask: on Ctrl-C, which a terminal sends to both, only this process speaks, and ends the other.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            built = pool.submit(build_tiny, config, default_cache_dir(), _say)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            return built.result()
         except KeyboardInterrupt:
             for child in psutil.Process().children():
                 child.terminate()

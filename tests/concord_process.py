@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,18 @@ class ConcordProcess:
 
     def until_step(self, step: int) -> None:
         """Read on until that step, or a later one, has been printed."""
-        deadline = time.monotonic() + START_S + STEP_S
-        while not self.steps or self.steps[-1] < step:
-            line = self._next(deadline, f"step {step}")
-            assert line is not None, f"it ended before step {step}: {self.output[-3:]}\n{self.errors}"
+        self.until(lambda: bool(self.steps) and self.steps[-1] >= step, f"step {step}")
 
     def until_said(self, text: str) -> None:
         """Read on until an event line holds `text`."""
-        deadline = time.monotonic() + START_S
-        while not any(text in line.get("event", "") for line in self.lines):
-            line = self._next(deadline, repr(text))
-            assert line is not None, f"it ended before it said {text!r}: {self.output[-3:]}\n{self.errors}"
+        self.until(lambda: any(text in line.get("event", "") for line in self.lines), repr(text))
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Read on until `condition` holds; it is looked at after every line."""
+        deadline = time.monotonic() + START_S + STEP_S
+        while not condition():
+            line = self._next(deadline, what)
+            assert line is not None, f"it ended before {what}: {self.output[-3:]}\n{self.errors}"
 
     def exit_status(self, within_s: float = START_S + STEP_S) -> int:
         """Read its output to the end and wait for its exit."""
