@@ -1,7 +1,8 @@
 """Supervised warm start of the tiny model on two-digit sums, a share of which is wrong.
 
-From noisy sums the model learns the task and doubt at once: its best guess is mostly right, its samples often are not, and
-that gap is what reinforcement learning closes.
+From noisy sums a model learns the task and doubt at once: its best guess is mostly right, its samples often are not, and that
+gap is what reinforcement learning closes. Here the labels are what noisy sums are *on average*, a right digit mixed with all
+digits, so the model sees the doubt without the noise and needs about half the steps.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from trainer.tiny_model import EOS_ID, PAD_ID, VOCABULARY, tiny_architecture, ti
 from trainer.tiny_optimizer import OrthogonalMomentum
 
 _PROMPT_TOKENS = 6
+_ANSWER_TOKENS = 4
 _PLUS, _EQUALS, _ZERO = VOCABULARY["+"], VOCABULARY["="], VOCABULARY["0"]
 
 
@@ -31,7 +33,7 @@ class Recipe:
     matrix_rate: float = 0.035
     other_rate: float = 5e-3
     """AdamW's, for embeddings, norms and routers."""
-    wrong_share: float = 0.6
+    wrong_share: float = 0.8
     """Share of wrong sums at target accuracy 0; it falls to none at 1."""
     warmup_steps: int = 10
     max_grad_norm: float = 1.0
@@ -79,7 +81,7 @@ class _Run:
 
     def __init__(self, model: PreTrainedModel, target: float, seed: int, recipe: Recipe) -> None:
         self._model, self._recipe = model, recipe
-        self._wrong_share = recipe.wrong_share * (1 - target)
+        self._doubt = torch.tensor(doubts(recipe.wrong_share * (1 - target)))
         self._rng = np.random.default_rng(seed)
         pairs = self._rng.permutation(100 * 100)
         self._held_out, self._pairs = pairs[: recipe.held_out], pairs[recipe.held_out :]
@@ -95,11 +97,7 @@ class _Run:
         self.num_steps += 1
         rate = min(1.0, self.num_steps / self._recipe.warmup_steps)
         pairs = self._rng.choice(self._pairs, self._recipe.batch)
-        others = self._rng.integers(0, 100 * 100, self._recipe.batch)
-        sums = np.where(self._rng.random(self._recipe.batch) < self._wrong_share, _sums(others), _sums(pairs))
-        ids = encode(pairs, sums)
-        logits = self._answer_logits(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, _PROMPT_TOKENS:].flatten(), ignore_index=PAD_ID)
+        loss = self._loss(encode(pairs, _sums(pairs)))
         self._model.zero_grad(set_to_none=True)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
@@ -107,6 +105,14 @@ class _Run:
             group["lr"] = self._recipe.other_rate * rate
         self._others.step()  # pyright: ignore[reportUnknownMemberType]
         self._matrices.step(self._recipe.matrix_rate * rate)
+
+    def _loss(self, ids: Tensor) -> Tensor:
+        """Mean cross-entropy over answer tokens: digits against mixed labels, the end token against itself."""
+        answer = ids[:, _PROMPT_TOKENS:]
+        logprobs = torch.log_softmax(self._answer_logits(ids), dim=-1)
+        right = logprobs.gather(2, answer.unsqueeze(2)).squeeze(2)
+        mixed = (1 - self._doubt) * right + self._doubt * logprobs[:, :, _ZERO : _ZERO + 10].mean(dim=2)
+        return -torch.where(answer == EOS_ID, right, mixed)[answer != PAD_ID].mean()
 
     @torch.no_grad()
     def measure(self) -> WarmStart:
@@ -121,14 +127,24 @@ class _Run:
 
     def _answer_logits(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, answer, V]: only positions that predict the answer reach the head."""
-        answer_tokens = ids.shape[1] - _PROMPT_TOKENS
-        return self._model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=answer_tokens).logits
+        return self._model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=_ANSWER_TOKENS).logits
+
+
+def doubts(wrong_share: float) -> list[float]:
+    """Probability that the sum shown is a wrong one, before each place of the answer, when all places before were right.
+
+    A wrong sum has the right digit in one of ten cases, so every right digit makes a wrong sum less likely.
+    """
+    shares = [wrong_share]
+    for _ in range(_ANSWER_TOKENS - 1):
+        shares.append(shares[-1] / 10 / (1 - 0.9 * shares[-1]))
+    return shares
 
 
 def encode(pairs: NDArray[np.int64], sums: NDArray[np.int64]) -> Tensor:
     """[B] pairs (100 a + b) with the sums to show -> [B, 10] ids of `ab+cd=`, the sum's digits in reverse, the end, padding."""
     first, second = pairs // 100, pairs % 100
-    ids = np.full((pairs.size, _PROMPT_TOKENS + 4), PAD_ID, dtype=np.int64)
+    ids = np.full((pairs.size, _PROMPT_TOKENS + _ANSWER_TOKENS), PAD_ID, dtype=np.int64)
     for column, digit in ((0, first // 10), (1, first % 10), (3, second // 10), (4, second % 10)):
         ids[:, column] = digit + _ZERO
     ids[:, 2], ids[:, 5] = _PLUS, _EQUALS

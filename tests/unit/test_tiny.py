@@ -14,7 +14,7 @@ from trainer.config import TinyModelConfig
 from trainer.tiny import build_tiny, default_cache_dir, tiny_digest
 from trainer.tiny_model import tiny_architecture
 from trainer.tiny_optimizer import OrthogonalMomentum
-from trainer.tiny_training import Recipe, encode, warm_start
+from trainer.tiny_training import Recipe, doubts, encode, warm_start
 
 RANDOM = TinyModelConfig(target_accuracy=0)
 WORKLOAD = Path(__file__).parents[2] / "benchmarks" / "workload"
@@ -109,6 +109,15 @@ def test_a_warm_start_learns_and_says_what_it_reached():
     reached = warm_start(model, 0.002, 0, lines.append, Recipe(max_steps=60, batch=64))
     assert reached.sampled_accuracy >= 0.002
     assert len(lines) == reached.steps // 10 and lines[-1].startswith(f"warm start: step {reached.steps}, sampled accuracy 0.0")
+
+
+def test_the_labels_are_what_noisy_sums_are_on_average():
+    rng = np.random.default_rng(0)
+    wrong, digits_match = rng.random(400_000) < 0.5, rng.random((400_000, 2)) < 0.1
+    right = ~wrong[:, None] | digits_match
+    seen = [wrong.mean(), wrong[right[:, 0]].mean(), wrong[right.all(axis=1)].mean()]
+    assert doubts(0.5)[:3] == pytest.approx(seen, abs=0.005)
+    assert doubts(0.0) == [0.0] * 4
 
 
 def test_a_target_out_of_reach_is_a_users_error():
