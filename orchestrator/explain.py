@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.commands import prepare_model
-from orchestrator.run_dir import open_run_dir
+from orchestrator.config import RunConfig
+from orchestrator.run_dir import RunDir, open_run_dir
 from rollout.errors import UserError
 from rollout.store.reader import DispatchRecord, StoreReader, open_reader
 from rollout.tokenizer import Tokenizer, load_tokenizer
@@ -36,13 +37,19 @@ def explain_trajectory(path: Path, wanted: str) -> None:
         if group is None:
             console.print("no finished group: the store holds no tokens of this dispatch")
             return
-        tokenizer = load_tokenizer(prepare_model(config.model))
+        tokenizer = load_tokenizer(_tokenizer_dir(run, config))
         trained = record.step
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 _show_trajectory(console, group, index, tokenizer, trained, tokens=wanted == trajectory.trajectory_id)
     finally:
         reader.close()
+
+
+def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:
+    """Published weights are whole model directories; a scripted run publishes none, and its model is where the config says."""
+    published = sorted(path.parent for path in run.weights.glob("e*-v*/tokenizer.json"))
+    return published[0] if published else prepare_model(config.model)
 
 
 def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader) -> None:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from rollout.errors import UserError
 from trainer.config import TinyModelConfig
@@ -174,6 +175,7 @@ def build_model(directory: Path, config: TinyModelConfig, progress: Callable[[st
             reached = warm_start(model, config.target_accuracy, config.seed, progress).as_dict() if config.target_accuracy else {}
     finally:
         torch.set_num_threads(threads)
+    disable_progress_bar()
     model.save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
     tiny_tokenizer().save_pretrained(directory)  # pyright: ignore[reportUnknownMemberType]
     return reached
