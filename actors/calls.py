@@ -15,11 +15,13 @@ async def call(ref: "ray.ObjectRef[T]", whom: str) -> T:
 
     Raises:
         ProcessLostError: the actor is gone; `whom` names it.
-        ConcordError: what the actor raised, as it raised it; anything else it raised, wrapped.
+        ConcordError: what its constructor raised, when that is why it is gone; what the actor raised, as it raised it; anything else it raised, wrapped.
     """
     try:
         return await ref
     except RayActorError as cause:
+        if cause.actor_init_failed:
+            raise creation_error(str(cause), whom) from cause
         raise ProcessLostError(f"{whom} is gone: {type(cause).__name__}: {str(cause).splitlines()[0]}") from cause
     except RayTaskError as cause:
         original = cause.cause
@@ -28,6 +30,26 @@ async def call(ref: "ray.ObjectRef[T]", whom: str) -> T:
         raise ConcordError(f"{whom} raised {type(original).__name__}: {original}\n{cause}") from cause
     except RayError as cause:
         raise ConcordError(f"call to {whom} failed: {type(cause).__name__}: {cause}") from cause
+
+
+def creation_error(text: str, whom: str) -> ConcordError:
+    """What the constructor of an actor raised. Ray keeps its traceback only, so it is made again from the traceback's last part.
+
+    Args:
+        text: Ray's message.
+        whom: names the actor.
+    """
+    types = {f"{error.__module__}.{error.__qualname__}": error for error in _error_types(ConcordError)}
+    lines = text.splitlines()
+    for index in reversed(range(len(lines))):
+        name, colon, message = lines[index].partition(": ")
+        if colon and name in types:
+            return types[name]("\n".join([message, *lines[index + 1 :]]))
+    return ConcordError(f"{whom} did not start: {lines[-1]}\n{text}")
+
+
+def _error_types(error: type[ConcordError]) -> list[type[ConcordError]]:
+    return [error, *(deeper for kind in error.__subclasses__() for deeper in _error_types(kind))]
 
 
 def kill(handle: Any, no_restart: bool = True) -> None:

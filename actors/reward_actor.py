@@ -1,5 +1,7 @@
 """A reward worker in an actor of its own, restarted by Ray whenever its process ends."""
 
+import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +17,9 @@ from rollout.rewards.errors import RewardFailure
 from rollout.rewards.judging import judge_group
 from rollout.rewards.pool import Judgement, RewardJob
 from rollout.rewards.registry import build_reward
+
+RETRY_S = 0.05
+"""Between two questions to an actor that is being started anew."""
 
 
 @ray.remote
@@ -45,16 +50,34 @@ class RayRewardPort:
     def __init__(self, handle: Any, index: int) -> None:
         self.handle = handle
         self._name = f"reward worker {index}"
+        self._pid = 0
+        """Process id of the present incarnation; 0 before it is known."""
+        self._lost = False
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
-        return await call(self.handle.score.remote(jobs), self._name)
+        try:
+            self._pid = self._pid or await self._ask_pid()
+            return await call(self.handle.score.remote(jobs), self._name)
+        except ProcessLostError:
+            self._lost = True
+            raise
 
     async def replace(self) -> None:
-        """Ray starts the actor anew when its process ends; the new one is ready when it answers."""
-        kill(self.handle, no_restart=False)
+        """Ray starts the actor anew when its process ends; the new one is ready when another process answers.
+
+        A process that has ended is not killed again: that would hit its successor, and with it the next group.
+        """
+        old, lost = self._pid, self._lost
+        self._pid, self._lost = 0, False
+        if not lost:
+            kill(self.handle, no_restart=False)
         while True:
-            try:
-                await call(self.handle.pid.remote(), self._name)
-            except ProcessLostError:
-                continue
-            return
+            with contextlib.suppress(ProcessLostError):
+                pid = await self._ask_pid()
+                if lost or pid != old:  # else the one that is to end was quicker to answer than to die
+                    self._pid = pid
+                    return
+            await asyncio.sleep(RETRY_S)
+
+    async def _ask_pid(self) -> int:
+        return await call(self.handle.pid.remote(), self._name)

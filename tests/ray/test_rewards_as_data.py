@@ -36,7 +36,7 @@ def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_r
     config, run, module = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "mine"
     module.mkdir()
     (module / "graded.py").write_text(REWARD)
-    settings = ("reward.type=python", "reward.function=graded:reward", "reward_workers.deadline_s=1")
+    settings = ("reward.type=python", "reward.function=graded:reward", "reward_workers.deadline_s=4")
     process = concord("run", config, *(part for setting in settings for part in ("--set", setting)), environment={"PYTHONPATH": str(module)})
     assert process.exit_status() == 0, process.errors
     summary = summary_of(run)
@@ -46,7 +46,7 @@ def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_r
     assert_record(run, steps=12, batch_groups=3, max_staleness=2)
     details = {event["reason"]: event["detail"] for event in events_of(run) if event["kind"] == "failed"}
     assert "ZeroDivisionError: division by zero" in details["reward_raised"]
-    assert "longer than reward_workers.deadline_s = 1" in details["reward_timeout"]
+    assert "longer than reward_workers.deadline_s = 4" in details["reward_timeout"]
 
 
 def test_a_reward_module_that_cannot_be_imported_ends_the_run_with_its_name_and_the_cure(concord: Start, tmp_path: Path):
