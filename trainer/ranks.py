@@ -92,7 +92,9 @@ def shard_model(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> PolicyM
     reshard = ranks.world > 1
     for block in model.blocks():
         fully_shard(block, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=False)
+    # The root is used again at once in backward; a frozen model has none and would stay gathered.
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard and frozen)
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     for unit in units:
         # Each unit has its own setting; the root's does not reach the others.
