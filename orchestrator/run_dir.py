@@ -82,6 +82,8 @@ def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
     name = config.run.name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = (config.run.dir / name).absolute()
     try:
+        if path.parent.exists() and not path.parent.is_dir():
+            raise UserError(f"run.dir is {config.run.dir}, which is a file; set it to a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
         run = RunDir(path)
