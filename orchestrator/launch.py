@@ -19,10 +19,10 @@ from orchestrator.run_dir import RunDir
 from orchestrator.signals import Signals, write_summary
 from orchestrator.stopping import Stopped, StopSignals, handlers_restored, ignore_signals
 from orchestrator.training import StepDone
-from rollout.dispatch import LedgerEntry
+from rollout.dispatch import LedgerEntry, RejectReason
 from rollout.environments.registry import build_source
 from rollout.errors import UserError
-from rollout.protocols import PromptSource
+from rollout.protocols import PromptSource, Recovery
 from rollout.rewards.registry import needs_answer
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import latest_checkpoint
@@ -144,10 +144,18 @@ async def drive(
         checkpoints=checkpoints,
         progress=Progress(asyncio.get_running_loop().time),
     )
+    await _end_unconfirmed(loop, recovery)
     checkpoints.in_use = loop.policies_in_use
     loop.collection.check_engines = loop.supervision.check
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
+
+
+async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
+    """Groups with tokens of a version that was published when the run ended, and that no replica's canary has confirmed, are not trained on."""
+    confirmed = {entry.policy for entry in recovery.ledger}
+    unconfirmed = [header for header in recovery.ready if not header.policies <= confirmed]
+    await loop.book.reject(unconfirmed, RejectReason.ORPHANED_VERSION, "tokens of a version that the ledger never committed")
 
 
 async def _observe(
