@@ -14,6 +14,7 @@ from rollout.dispatch import Dispatch, Ending, FailReason
 from rollout.episode import EpisodeSettings, Judge, run_group
 from rollout.episode_failure import EpisodeFailure
 from rollout.errors import ConcordError, boundary
+from rollout.mailbox import COLLECT_WAIT_S
 from rollout.prompts import Prompt
 from rollout.protocols import Engine, Env, Store
 from rollout.tokenizer import Tokenizer
@@ -21,9 +22,6 @@ from rollout.trajectory import EncodedGroup, EngineTag, GroupHeader
 
 Outcome: TypeAlias = GroupHeader | Ending
 """How a dispatch came back: durable in the store, or with the reason why not."""
-
-COLLECT_WAIT_S = 1.0
-"""`collect` answers at least this often, so that a caller notices a dead worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
