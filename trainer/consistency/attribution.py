@@ -1,0 +1,273 @@
+"""Why engine and trainer differ: one what-if question after the other, each about what the answers before it left open.
+
+It owns the order of the causes, what counts as an explanation, and the ceiling on what asking may cost. It must never know models or weights (the `Rescorer`
+holds them), nor what follows from a cause. Pure numpy.
+
+    structure -> semantics -> identity (weights, then version tag) -> routing -> precision -> stale KV -> tail -> unknown
+
+Staleness is no cause here: every token is scored at the version that sampled it, so the gap is the engine's alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.trajectory import Trajectory
+from trainer.consistency.config import GapLimits
+from trainer.consistency.evidence import Attribution, Cause, Check, Finding, Severity
+from trainer.consistency.precision import TAIL_NATS, GapBaseline, bfloat16_grid, gap_floor, tail_is_high
+from trainer.consistency.protocols import Rescorer, ScoreOptions
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+CLOSED_SHARE = 0.8
+"""Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so half an explanation is a coincidence."""
+KEPT_SHARE = 0.1
+"""Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
+ROUNDED_SHARE = 0.99
+"""Of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of two grid points may round the other way."""
+ROUNDED_NATS = 1e-7
+"""Exact agreement in float32."""
+BOUNDARY_FACTOR = 2.0
+"""Tokens behind a version boundary differ by this many times what those before it do: older keys and values are read only behind it."""
+EXCLUDED_NATS = 30.0
+"""Counted as the |d| of a token that the recomputed distribution excludes (log-prob -inf), so that means stay finite."""
+VERSION_OFFSETS = (-1, 1, -2, 2)
+DEFAULT_MAX_TOKENS = 16384
+_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributionFacts:
+    """What is known beside the log-probs."""
+
+    structure: tuple[Finding, ...] = ()
+    """Findings about structure and tokenizer; one that failed explains everything."""
+    digest_differs: bool = False
+    """The replica's weights digest is not the published one."""
+    canary_gap: float = 0.0
+    """Mean |d| of the replica's answer to the canary, nats; NaN or infinity: no usable answer."""
+    canary_tolerance: float = math.inf
+    """Nats; without a canary no gap exceeds it."""
+    baseline: GapBaseline | None = None
+    """The replica's own gap at step 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Answer:
+    """What would be if tokens were scored otherwise."""
+
+    options: ScoreOptions
+    values: NDArray[np.float32]
+    """[n] log-probs, nats."""
+    gaps: NDArray[np.float64]
+    """[n] |d|, nats; a token that could not be scored keeps the gap that it had."""
+
+    @property
+    def left(self) -> float:
+        """Mean |d|, nats."""
+        return float(self.gaps.mean())
+
+
+class _Inquiry:
+    """One attribution in the making: the tokens in question, what has been accepted, and what it leaves of the gap."""
+
+    def __init__(
+        self, trajectories: Sequence[Trajectory], facts: AttributionFacts, rescorer: Rescorer, limits: GapLimits, behaviour: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.trajectories, self.facts, self.limits = trajectories, facts, limits
+        self._rescorer = rescorer
+        self._masks = [t.sampled & ~np.isnan(scores) for t, scores in zip(trajectories, behaviour, strict=True)]
+        self._log = self.select([t.rollout_logprobs for t in trajectories])
+        values = self.select(behaviour)
+        self.now = _Answer(options=ScoreOptions(), values=values, gaps=_gaps(values, self._log))
+        self.gap = self.now.left if values.size else 0.0
+        self._parts: list[tuple[Cause, float]] = []
+
+    def select(self, rows: Iterable[NDArray[_Scalar]]) -> NDArray[_Scalar]:
+        """[n] the tokens in question out of one [T] a trajectory."""
+        return np.concatenate([row[mask] for row, mask in zip(rows, self._masks, strict=True)])
+
+    def ask(self, options: ScoreOptions) -> _Answer:
+        """Score again under other circumstances."""
+        return self.answer(options, self.select(self._rescorer.score(self.trajectories, options)))
+
+    def answer(self, options: ScoreOptions, values: NDArray[np.float32]) -> _Answer:
+        return _Answer(options=options, values=values, gaps=np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log)))
+
+    def closes(self, answer: _Answer) -> float:
+        """Nats of what is left that this answer explains; negative where it makes matters worse."""
+        return self.now.left - answer.left
+
+    def best(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
+        """The answer that closes most; asking stops at the first one that closes the share `enough` of what is left."""
+        best = None
+        for options in candidates:
+            answer = self.ask(options)
+            best = answer if best is None or answer.left < best.left else best
+            if self.closes(answer) >= enough * self.now.left:
+                break
+        return best
+
+    def keep(self, cause: Cause, answer: _Answer | None, share: float) -> bool:
+        """Accept an answer that closes at least this share of the whole gap; later questions are asked under its options."""
+        if answer is None or not self.explain(cause, self.closes(answer), share):
+            return False
+        self.now = answer
+        return True
+
+    def explain(self, cause: Cause, nats: float, share: float = 0.0) -> bool:
+        """Whether this is an explanation; then it is noted."""
+        if nats <= 0.0 or nats < share * self.gap:
+            return False
+        self._parts.append((cause, nats))
+        return True
+
+    def result(self) -> Attribution:
+        """What has been explained, and the rest."""
+        return Attribution(gap=self.gap, parts=tuple(self._parts), residual=max(0.0, self.gap - math.fsum(nats for _, nats in self._parts)))
+
+
+def attribute(
+    trajectories: Sequence[Trajectory],
+    facts: AttributionFacts,
+    rescorer: Rescorer,
+    limits: GapLimits,
+    *,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    behaviour: Sequence[NDArray[np.float32]] | None = None,
+) -> Attribution | None:
+    """Split mean |log pi_beh - log pi_rollout| over the scored sampled tokens into causes and a residual that nobody guesses at.
+
+    Causes are tried in the order of the module's docstring; those that cannot apply are not asked for. A broken structure, wrong weights, and semantics or a
+    version tag that closes 80 % of the gap end the inquiry: they must be mended before anything finer has a meaning. The others share the gap, each working on
+    what is left under the options accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary tells, and is
+    asked first.
+
+    Returns:
+        None where no token was scored, or where the gap is below `gap_floor` without a high tail: then there is nothing to explain.
+
+    Args:
+        trajectories: of one replica. Only the first ones with at most `max_tokens` tokens together are looked at, whole, but always the first.
+        facts: what is known beside the log-probs.
+        rescorer: answers what-if questions; it is asked at most 11 times, and once more without `behaviour`.
+        limits: from where on a gap is worth a question.
+        max_tokens: of one question, given tokens included.
+        behaviour: [T] nats a trajectory, log pi_beh as it has been scored already, NaN where it was not; None scores it here.
+
+    Raises:
+        ValueError: no trajectories, or trajectories of several replicas.
+
+    Source: CONSISTENCY.md, section 5.
+    """
+    if not trajectories or len({(t.tag.engine, t.tag.replica) for t in trajectories}) > 1:
+        raise ValueError(f"got {len(trajectories)} trajectories of replicas {sorted({t.tag.replica for t in trajectories})}; expected some, of one replica")
+    chosen = _affordable(trajectories, max_tokens)
+    scores = rescorer.score(chosen, ScoreOptions()) if behaviour is None else behaviour[: len(chosen)]
+    inquiry = _Inquiry(chosen, facts, rescorer, limits, scores)
+    if inquiry.now.values.size == 0:
+        return None
+    broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure)
+    if broken:
+        inquiry.explain(Cause.TOKENIZER, inquiry.gap)
+        return inquiry.result()
+    if inquiry.gap <= gap_floor(limits, facts.baseline) and not _has_tail(inquiry):
+        return None
+    if not (_semantics(inquiry) or _identity(inquiry)):
+        _routing(inquiry)
+        _precision(inquiry)
+        _stale_kv(inquiry)
+        _tail(inquiry)
+    return inquiry.result()
+
+
+def _affordable(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Trajectory]:
+    total = np.cumsum([t.token_ids.size for t in trajectories])
+    return trajectories[: max(1, int(np.count_nonzero(total <= max_tokens)))]
+
+
+def _gaps(values: NDArray[np.float32], log: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[n] |d| in nats, in float64."""
+    gaps = np.abs(values.astype(np.float64) - log.astype(np.float64))
+    return np.where(np.isinf(gaps), EXCLUDED_NATS, gaps)
+
+
+def _semantics(inquiry: _Inquiry) -> bool:
+    """The log belongs to the distribution before truncation, or to the raw one."""
+    tags = [t.tag for t in inquiry.trajectories]
+    truncated = any(tag.top_p < 1.0 or tag.top_k > 0 for tag in tags)
+    candidates: list[ScoreOptions] = []
+    if truncated:
+        candidates.append(ScoreOptions(truncate=False))
+    if any(tag.temperature != 1.0 for tag in tags):
+        candidates.append(ScoreOptions(temperature=1.0, truncate=not truncated))
+    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(candidates, 1.0), CLOSED_SHARE)
+
+
+def _identity(inquiry: _Inquiry) -> bool:
+    """Other weights than the log says: the replica's fault, or the log's."""
+    facts = inquiry.facts
+    if facts.digest_differs or not facts.canary_gap <= facts.canary_tolerance:
+        return inquiry.explain(Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs))
+    newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
+    candidates = [ScoreOptions(version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0]
+    return inquiry.keep(Cause.VERSION_TAG, inquiry.best(candidates, CLOSED_SHARE), CLOSED_SHARE)
+
+
+def _routing(inquiry: _Inquiry) -> None:
+    if any(t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories):
+        inquiry.keep(Cause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
+
+
+def _precision(inquiry: _Inquiry) -> None:
+    """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the weights."""
+    if inquiry.keep(Cause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
+        return
+    options, tag = inquiry.now.options, inquiry.trajectories[0].tag
+    declared = _DTYPES.get(tag.weights_dtype)
+    compute = options if declared is None else replace(options, dtype=declared)
+    candidates = dict.fromkeys((compute, replace(options, dtype="float32"), replace(compute, weights_dtype="float8_e4m3")))
+    candidates.pop(options, None)
+    best = inquiry.best(candidates, CLOSED_SHARE)
+    if best is not None:
+        inquiry.keep(Cause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
+
+
+def _rounded(inquiry: _Inquiry, answer: _Answer) -> _Answer | None:
+    """The answer after transport in bfloat16, if the log then agrees with it to the last bit."""
+    rounded = inquiry.answer(answer.options, np.where(np.isnan(answer.values), answer.values, bfloat16_grid(answer.values)))
+    agree = np.isfinite(answer.values) & (rounded.gaps <= ROUNDED_NATS)
+    return rounded if agree.mean() >= ROUNDED_SHARE else None
+
+
+def _stale_kv(inquiry: _Inquiry) -> None:
+    """Keys and values of older weights, read behind a version boundary inside one generation."""
+    behind = inquiry.select([_behind_boundary(t) for t in inquiry.trajectories])
+    if not behind.any() or behind.all():
+        return
+    gaps = inquiry.now.gaps
+    if gaps[behind].mean() > BOUNDARY_FACTOR * gaps[~behind].mean():
+        inquiry.keep(Cause.STALE_KV, inquiry.ask(replace(inquiry.now.options, keep_kv=True)), KEPT_SHARE)
+
+
+def _behind_boundary(trajectory: Trajectory) -> NDArray[np.bool_]:
+    """[T] True from the first token on that continues the generation of another version; spans that given tokens part are different generations."""
+    for earlier, later in pairwise(trajectory.version_spans):
+        if earlier.end == later.start and earlier.policy != later.policy:
+            return np.arange(trajectory.token_ids.size) >= later.start
+    return np.zeros(trajectory.token_ids.size, dtype=np.bool_)
+
+
+def _has_tail(inquiry: _Inquiry) -> bool:
+    return tail_is_high(float((inquiry.now.gaps > TAIL_NATS).mean()), inquiry.limits, inquiry.facts.baseline)
+
+
+def _tail(inquiry: _Inquiry) -> None:
+    """A few tokens carry the gap, and the mean over all of them is fine."""
+    if inquiry.gap <= inquiry.limits.mean_abs_warn and _has_tail(inquiry):
+        inquiry.explain(Cause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean()))
