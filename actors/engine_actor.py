@@ -21,6 +21,7 @@ from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.mailbox import Inbox, Outbox
 from rollout.protocols import Engine, EngineLoad
 from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer_agreement import identify
 from rollout.trajectory import EngineTag
 from rollout.weights import ApplyReport, WeightManifest
 
@@ -38,13 +39,14 @@ class EngineActor:
     def __init__(self, spec: FleetSpec, slot: int) -> None:
         enter_process(f"engine-{slot}", spec.run_dir)
         tokenizer = load_tokenizer(spec.model_dir)
+        self._identity = identify(tokenizer)
         self._engine: Engine = build_engine(
             spec.engine,
             replica=slot,
             seed=spec.seed,
             deterministic=spec.deterministic,
             sampling=spec.sampling,
-            tokenizer_fingerprint=tokenizer.fingerprint(),
+            tokenizer_fingerprint=self._identity.fingerprint,
             chat_template_digest=tokenizer.chat_template_digest(),
         )
         self._inbox: Inbox[GenerationJob, Chunks] = Inbox(self._generate)
@@ -55,7 +57,7 @@ class EngineActor:
     async def start(self, manifest: WeightManifest) -> Started:
         with boundary(EngineError, "the engine did not start"):
             tag = await self._engine.start(manifest)
-            return Started(tag=tag, canary_logprobs=await self._engine.score(manifest.canary.token_ids))
+            return Started(tag=tag, canary_logprobs=await self._engine.score(manifest.canary.token_ids), tokenizer=self._identity)
 
     async def submit(self, client: str, jobs: Sequence[tuple[int, GenerationJob]]) -> None:
         """Start requests of a client; their chunks wait for `collect`."""

@@ -15,6 +15,7 @@ from rollout.dispatch import Dispatch
 from rollout.episode_worker import Outcome
 from rollout.generation import PauseMode
 from rollout.protocols import EngineLoad, Store
+from rollout.tokenizer_agreement import TokenizerIdentity
 from rollout.trajectory import EngineTag
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.types import StepReport, StepRequest
@@ -26,6 +27,8 @@ class Started:
 
     tag: EngineTag
     canary_logprobs: NDArray[np.float32]
+    tokenizer: TokenizerIdentity
+    """Of the tokenizer whose ids it is sent; taken anew by every incarnation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from orchestrator.memory import PeakMemory
 from orchestrator.plan import resource_plan, totals
 from orchestrator.progress import Reporter
 from orchestrator.recorder import MetricsRecorder
+from orchestrator.registration import Expectation
 from orchestrator.replicas import Replicas
 from orchestrator.run_dir import RunDir
 from orchestrator.signals import Signals, write_summary
@@ -24,6 +25,8 @@ from rollout.environments.registry import build_source
 from rollout.errors import UserError
 from rollout.protocols import PromptSource, Recovery
 from rollout.rewards.registry import needs_answer
+from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer_agreement import TokenizerIdentity, identify
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import latest_checkpoint
 
@@ -35,10 +38,12 @@ class Inputs:
     model_dir: Path
     max_context: int
     source: PromptSource
+    tokenizer: TokenizerIdentity
+    """The trainer's, which every replica must share."""
 
 
 def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
-    """Read model facts and prompts.
+    """Read model facts, tokenizer and prompts.
 
     Raises:
         UserError: the model directory, the prompts, or their fit is wrong.
@@ -55,7 +60,7 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     max_context = wanted or facts.max_context
     if max_context is None:
         raise UserError(f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len")
-    return Inputs(model_dir=model_dir, max_context=max_context, source=source)
+    return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)))
 
 
 def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) -> dict[str, object]:
@@ -128,7 +133,8 @@ async def drive(
     start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
     run.weights.mkdir(exist_ok=True)
     manifest = await within(fleet.trainer.publish(start), config.deadlines.checkpoint_s, f"the trainer to publish {start.key}")
-    replicas = Replicas(fleet, config.engine.replicas, config.deadlines, config.weights)
+    expected = Expectation(tokenizer=inputs.tokenizer, engine=config.engine, sampling=config.sampling, weights=config.weights)
+    replicas = Replicas(fleet, config.deadlines, expected)
     reporter.say(f"epoch {recovery.trainer_epoch}, version {start.version}: starting {config.engine.replicas} x {config.engine.type}")
     await replicas.start_all(manifest)
     await fleet.store.commit_version(LedgerEntry(policy=start, digest=manifest.digest))

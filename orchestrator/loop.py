@@ -30,7 +30,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.supervision import Supervision
 from orchestrator.training import Checkpoints, Training
 from orchestrator.transfer import build_transfer
-from rollout.errors import ConcordError
+from rollout.errors import ConcordError, first_error
 from rollout.generation import PauseMode
 from rollout.protocols import PromptSource, Recovery
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
@@ -137,7 +137,7 @@ class Loop:
                     for task in list(self._tasks):
                         task.cancel()
         except* ConcordError as errors:
-            raise _first(errors) from errors
+            raise first_error(errors) from errors
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         if self._group is None:
@@ -156,9 +156,3 @@ class Loop:
         self.book.idle.clear()
         self.book.admit_bell.set()
         await self.book.idle.wait()
-
-
-def _first(errors: ExceptionGroup[ConcordError]) -> ConcordError:
-    for error in errors.exceptions:
-        return _first(error) if isinstance(error, ExceptionGroup) else error
-    raise AssertionError("an exception group holds at least one exception")

@@ -8,18 +8,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from actors.ports import EnginePort, Fleet, Started, WorkerPort
+from actors.ports import EnginePort, Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
 from orchestrator.deadlines import within
-from rollout.errors import ConcordError, ProcessLostError, WeightSyncError
+from orchestrator.registration import Expectation, canary_gap, check_registration
+from rollout.errors import ConcordError, ProcessLostError, WeightSyncError, first_error
 from rollout.generation import PauseMode
 from rollout.protocols import EngineLoad
 from rollout.trajectory import EngineTag
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
-from trainer.config import WeightsConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,22 +37,14 @@ class Replica:
     load: EngineLoad = field(default_factory=lambda: EngineLoad(running=0, busy_s=0.0, generated_tokens=0))
 
 
-def canary_gap(manifest: WeightManifest, logprobs: NDArray[np.float32]) -> float:
-    """Mean |log-prob difference| in nats between an engine's answer and the trainer's canary; infinity for a wrong length or a NaN."""
-    if logprobs.shape != manifest.canary.logprobs.shape:
-        return float("inf")
-    gap = float(np.abs(logprobs.astype(np.float64) - manifest.canary.logprobs.astype(np.float64)).mean())
-    return gap if np.isfinite(gap) else float("inf")
-
-
 class Replicas:
     """All slots of the run."""
 
-    def __init__(self, fleet: Fleet, count: int, deadlines: DeadlinesConfig, weights: WeightsConfig) -> None:
+    def __init__(self, fleet: Fleet, deadlines: DeadlinesConfig, expected: Expectation) -> None:
         self._fleet = fleet
         self._deadlines = deadlines
-        self._weights = weights
-        self._slots = [Replica(slot=slot) for slot in range(count)]
+        self._expected = expected
+        self._slots = [Replica(slot=slot) for slot in range(expected.engine.replicas)]
         self._workers: list[WorkerPort] = []
         self.tainted: set[tuple[int, int, PolicyVersion]] = set()
         """(slot, incarnation, policy) under which a failing replica may have sampled."""
@@ -67,41 +56,34 @@ class Replicas:
         return self._slots[slot]
 
     async def start_all(self, manifest: WeightManifest) -> None:
-        """Start every slot on `manifest`; a replica that does not start ends the run."""
-        async with asyncio.TaskGroup() as group:
-            for replica in self._slots:
-                group.create_task(self.start(replica, manifest))
-
-    async def start(self, replica: Replica, manifest: WeightManifest) -> None:
-        """Start a new incarnation of a slot on the weights of `manifest` and verify them.
+        """Start every slot on `manifest`; a replica that does not start ends the run.
 
         Raises:
-            WeightSyncError: digest or canary differ from what the trainer published.
+            ConcordError: what the first one that failed said.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in self._slots:
+                    group.create_task(self.start(replica, manifest))
+        except* ConcordError as errors:
+            raise first_error(errors) from errors
+
+    async def start(self, replica: Replica, manifest: WeightManifest) -> None:
+        """Start a new incarnation of a slot on the weights of `manifest`; it gets no work before it is found to be what the run expects.
+
+        Raises:
+            ConcordError: it did not start, or is not what the run expects (`orchestrator.registration`).
         """
         replica.incarnation += 1
         replica.port = await self._fleet.new_engine(replica.slot)
         started = await within(replica.port.start(manifest), self._deadlines.engine_start_s, f"engine replica {replica.slot} to start")
-        self._verify_start(replica, manifest, started)
+        gap = check_registration(f"engine replica {replica.slot}", manifest, self._expected, started)
+        if replica.tolerance_nats == 0.0:
+            replica.tolerance_nats = 3.0 * max(gap, self._expected.weights.canary_floor_nats)
         replica.tag = started.tag
         replica.applied = manifest.policy
         for worker in self._workers:
             await worker.connect(replica.slot, replica.port, started.tag)
-
-    def _verify_start(self, replica: Replica, manifest: WeightManifest, started: Started) -> None:
-        if started.tag.weights_digest != manifest.digest:
-            raise WeightSyncError(
-                f"engine replica {replica.slot} loaded weights with digest {started.tag.weights_digest[:12]}, the trainer published "
-                f"{manifest.digest[:12]} as {manifest.policy.key}"
-            )
-        gap = canary_gap(manifest, started.canary_logprobs)
-        if not gap <= self._weights.canary_ceiling_nats:
-            raise WeightSyncError(
-                f"engine replica {replica.slot} differs from the trainer by {gap:.3g} nats a token on the canary at {manifest.policy.key}, "
-                f"more than weights.canary_ceiling_nats = {self._weights.canary_ceiling_nats:g}; the engine computes another model (dtype, "
-                "quantisation, missing tensors)"
-            )
-        if replica.tolerance_nats == 0.0:
-            replica.tolerance_nats = 3.0 * max(gap, self._weights.canary_floor_nats)
 
     async def attach(self, worker: WorkerPort) -> None:
         """Connect a new episode worker to every live replica."""

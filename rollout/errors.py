@@ -44,6 +44,21 @@ class WeightSyncError(ConcordError):
     """Weights that an engine received are not the weights that were published."""
 
 
+class TokenizerMismatchError(ConcordError):
+    """A replica tokenizes otherwise than the trainer; the message names the fields and probes."""
+
+
+class RegistrationError(ConcordError):
+    """A replica declares other numerics or log-probs than the config asks for; the message names the fields of its tag."""
+
+
+def first_error(errors: ExceptionGroup[ConcordError]) -> ConcordError:
+    """The first error of a group, however deep."""
+    for error in errors.exceptions:
+        return first_error(error) if isinstance(error, ExceptionGroup) else error
+    raise AssertionError("an exception group holds at least one exception")
+
+
 @contextmanager
 def boundary(error: type[ConcordError], context: str) -> Generator[None]:
     """Classify whatever escapes foreign code as `error`; the only place where a blanket except is allowed.

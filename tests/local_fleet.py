@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
+from orchestrator.launch import Inputs
 from rollout.dispatch import Dispatch
 from rollout.engines.registry import build_engine
-from rollout.environments.registry import build_envs
+from rollout.environments.registry import build_envs, build_source
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ProcessLostError
@@ -22,6 +23,7 @@ from rollout.rewards.judging import judge_group
 from rollout.rewards.registry import build_reward
 from rollout.store.sqlite import SqliteStore
 from rollout.tokenizer import Tokenizer, load_tokenizer
+from rollout.tokenizer_agreement import TokenizerIdentity, identify
 from rollout.trajectory import EngineTag, Reward, Trajectory
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.build import TrainerRank
@@ -29,6 +31,16 @@ from trainer.checkpoints import CheckpointState
 from trainer.types import StepReport, StepRequest
 
 EngineWrapper = Callable[[Engine, int], Engine]
+
+
+def inputs_of(config: RunConfig, model_dir: Path) -> Inputs:
+    """What `drive` needs besides its config, for a model with a context of 512."""
+    return Inputs(
+        model_dir=model_dir,
+        max_context=512,
+        source=build_source(config.environment, config.run.seed),
+        tokenizer=identify(load_tokenizer(model_dir)),
+    )
 
 
 class QuietReporter:
@@ -93,8 +105,9 @@ class EngineWrap:
 
 
 class LocalEnginePort:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokenizer: TokenizerIdentity) -> None:
         self.engine = engine
+        self.tokenizer = tokenizer
         self.dead = False
 
     def _check(self) -> None:
@@ -103,7 +116,7 @@ class LocalEnginePort:
 
     async def start(self, manifest: WeightManifest) -> Started:
         tag = await self.engine.start(manifest)
-        return Started(tag=tag, canary_logprobs=await self.engine.score(manifest.canary.token_ids))
+        return Started(tag=tag, canary_logprobs=await self.engine.score(manifest.canary.token_ids), tokenizer=self.tokenizer)
 
     async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
         self._check()
@@ -205,14 +218,24 @@ class LocalFleet:
         self.store = SqliteStore(run_dir, config.store.durability)
         self.trainer = LocalTrainer(trainer, self.store, run_dir)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer_dir)
+        self.engine_tokenizer_dir = tokenizer_dir
+        """What engines that start from now on tokenize with."""
         self._wrap = wrap_engine
         self.engines: dict[int, LocalEnginePort] = {}
         self.workers: dict[int, LocalWorkerPort] = {}
 
     async def new_engine(self, slot: int) -> LocalEnginePort:
-        config = self._config
-        engine = build_engine(config.engine, replica=slot, seed=config.run.seed, deterministic=config.run.deterministic, sampling=config.sampling)
-        self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine)
+        config, tokenizer = self._config, load_tokenizer(self.engine_tokenizer_dir)
+        engine = build_engine(
+            config.engine,
+            replica=slot,
+            seed=config.run.seed,
+            deterministic=config.run.deterministic,
+            sampling=config.sampling,
+            tokenizer_fingerprint=tokenizer.fingerprint(),
+            chat_template_digest=tokenizer.chat_template_digest(),
+        )
+        self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine, identify(tokenizer))
         return self.engines[slot]
 
     async def new_worker(self, index: int) -> LocalWorkerPort:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_fleet import LocalFleet, QuietReporter
+from local_fleet import LocalFleet, QuietReporter, inputs_of
 
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.launch import Inputs, drive
+from orchestrator.launch import drive
 from orchestrator.run_dir import create_run_dir
 from rollout.codec import encode
 from rollout.dispatch import Dispatch
@@ -56,9 +56,7 @@ def run_of(config: RunConfig, tmp_path: Path, name: str) -> tuple[str, list[list
         fleet = LocalFleet(config, run.path, MODEL, trainer)
         try:
             async with asyncio.timeout(60.0):
-                await drive(
-                    config, run, Inputs(model_dir=MODEL, max_context=512, source=build_source(config.environment, config.run.seed)), fleet, QuietReporter()
-                )
+                await drive(config, run, inputs_of(config, MODEL), fleet, QuietReporter())
         finally:
             await fleet.close()
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_fleet import EngineWrap, LocalFleet, QuietReporter
+from local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
 from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.launch import Inputs, drive
+from orchestrator.launch import drive
 from orchestrator.run_dir import RunDir, create_run_dir
 from rollout.dispatch import DispatchState
-from rollout.environments.registry import build_source
 from rollout.errors import ConcordError, DeadlineError, WeightSyncError
 from rollout.generation import GenerationRequest, TokenChunk
 from rollout.protocols import Engine
@@ -57,7 +56,7 @@ class Case:
 
     async def _drive(self) -> dict[str, Any]:
         fleet = LocalFleet(self.config, self.run.path, MODEL, self.trainer or ScriptedTrainer(self.config.trainer), self.wrap)
-        inputs = Inputs(model_dir=MODEL, max_context=512, source=build_source(self.config.environment, self.config.run.seed))
+        inputs = inputs_of(self.config, MODEL)
         beside = asyncio.create_task(self.during(fleet)) if self.during else None
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -10,21 +10,23 @@ import numpy as np
 import pytest
 import torch
 from builders import build_tag
-from local_fleet import EngineWrap, LocalFleet, QuietReporter
+from local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
 
 from actors.ports import Fleet, Started, TrainerPort, Updated
 from orchestrator.config import DeadlinesConfig, parse_config
-from orchestrator.launch import Inputs, drive
+from orchestrator.launch import drive
 from orchestrator.publication import Publisher
+from orchestrator.registration import Expectation
 from orchestrator.replicas import Replica, Replicas
 from orchestrator.run_dir import create_run_dir
 from orchestrator.transfer import GpuTransfer, Transfer
+from rollout.config import SamplingConfig, ScriptedConfig
 from rollout.dispatch import LedgerEntry
 from rollout.engines.vllm_transfer import Rendezvous, init_info
-from rollout.environments.registry import build_source
 from rollout.errors import EngineError, UserError, WeightSyncError
 from rollout.generation import PauseMode
 from rollout.protocols import Store
+from rollout.tokenizer_agreement import TokenizerIdentity
 from rollout.weights import ApplyReport, Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
 from trainer.config import WeightsConfig
 from trainer.scripted import ScriptedTrainer
@@ -34,6 +36,7 @@ MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
 DEADLINE_S = 20.0
 ENTRIES = tuple(TensorEntry(name=name, dtype="F32", shape=(1,), sha256="0" * 64) for name in ("a", "b", "c"))
 ORDER = {"c": 0, "a": 1, "b": 2}
+TOKENIZER = TokenizerIdentity(fingerprint_fields={"vocab": "0" * 64}, probes={})
 
 
 def manifest(version: int, transport: Transport = Transport.DISK, location: str = "/run/weights") -> WeightManifest:
@@ -51,7 +54,7 @@ class Port:
         self.gate, self.applied = gate, list[WeightManifest]()
 
     async def start(self, manifest: WeightManifest) -> Started:
-        return Started(tag=build_tag(weights_digest=manifest.digest), canary_logprobs=manifest.canary.logprobs)
+        return Started(tag=build_tag(weights_digest=manifest.digest), canary_logprobs=manifest.canary.logprobs, tokenizer=TOKENIZER)
 
     async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
         await self.gate.wait()
@@ -112,7 +115,8 @@ def publish(work: Callable[[Publisher, Ports, Ledger, "asyncio.Task[None]"], Awa
 
     async def main() -> None:
         ports, ledger, first = Ports(asyncio.Event()), Ledger(), manifest(0)
-        replicas = Replicas(cast(Fleet, ports), 2, DeadlinesConfig(), WeightsConfig())
+        expected = Expectation(tokenizer=TOKENIZER, engine=ScriptedConfig(replicas=2), sampling=SamplingConfig(), weights=WeightsConfig())
+        replicas = Replicas(cast(Fleet, ports), DeadlinesConfig(), expected)
         await replicas.start_all(first)
 
         async def ignore(*_: object) -> None:
@@ -231,7 +235,7 @@ def test_no_step_begins_while_an_engine_takes_weights_from_the_trainer(tmp_path:
                 return await self.engine.apply(manifest)
 
         fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer), lambda engine, slot: Patient(engine))
-        inputs = Inputs(model_dir=MODEL, max_context=512, source=build_source(config.environment, config.run.seed))
+        inputs = inputs_of(config, MODEL)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await drive(config, run, inputs, fleet, QuietReporter())
