@@ -30,9 +30,9 @@ def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen:
     Raises:
         UserError: the directory does not hold what its config says, or the architecture is not supported.
     """
-    model = PolicyModel(_meta_model(model_dir), config.logprob_chunk_tokens)
+    model = PolicyModel(meta_model(model_dir), config.logprob_chunk_tokens)
     layout = TensorLayout(model.causal_lm)
-    _rebuild_transient_buffers(model.causal_lm, model.architecture)
+    rebuild_transient_buffers(model.causal_lm, model.architecture)
     model.eval().requires_grad_(not frozen)
     if config.activation_checkpointing and not frozen:
         model.checkpoint_activations()
@@ -47,13 +47,18 @@ def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen:
     return model, layout
 
 
-def _meta_model(model_dir: Path) -> nn.Module:
+def meta_model(model_dir: Path) -> nn.Module:
+    """The causal LM of `model_dir` without values, in float32 and with the attention that the trainer computes with.
+
+    Raises:
+        UserError: its config is missing, broken, or of an unknown architecture.
+    """
     with boundary(UserError, f"cannot build the model of {model_dir}"), torch.device("meta"):
         config: Any = cast(Any, AutoConfig).from_pretrained(model_dir, local_files_only=True)
         return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
 
 
-def _rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
+def rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
     """Compute on CPU the buffers that no checkpoint holds (rotary frequencies): the meta device gave them no values.
 
     Raises:
@@ -86,7 +91,7 @@ def _lacks_values(buffer: Tensor) -> bool:
 def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Ranks) -> None:
     files = {span.name: (path, span) for path in weight_files(model_dir) for span in tensor_spans(path)}
     sources, unknown = layout.sources(files)
-    _refuse_mismatch(model, model_dir, set(sources), unknown)
+    refuse_mismatch(model, model_dir, set(sources), unknown)
     with ExitStack() as stack:
         opened = {path: cast(Any, stack.enter_context(safe_open(path, framework="pt"))) for path in {path for path, _ in files.values()}}
         handles = {name: (opened[path], span) for name, (path, span) in files.items()}
@@ -123,7 +128,16 @@ def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout,
     return DTensor.from_local(local, ranks.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-def _refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknown: tuple[str, ...]) -> None:
+def refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknown: tuple[str, ...]) -> None:
+    """Check checkpoint names against the model: none of the model's tensors may be missing, and none unknown to it.
+
+    Args:
+        found: tensors of the model that the checkpoint makes.
+        unknown: checkpoint names that nothing asked for.
+
+    Raises:
+        UserError: they do not fit.
+    """
     wanted = {name for name, _ in stored_tensors(model.causal_lm)}
     missing = sorted(wanted - found)
     if missing:
