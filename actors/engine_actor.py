@@ -17,6 +17,7 @@ from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.engines.registry import build_engine
 from rollout.errors import ConcordError, EngineError, boundary
+from rollout.faults.registry import plant_engine, planted_engine_config
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.mailbox import Inbox, Outbox
 from rollout.protocols import Engine, EngineLoad
@@ -41,7 +42,7 @@ class EngineActor:
         tokenizer = load_tokenizer(spec.model_dir)
         self._identity = identify(tokenizer)
         self._engine: Engine = build_engine(
-            spec.engine,
+            planted_engine_config(spec.engine, spec.faults, slot),
             replica=slot,
             seed=spec.seed,
             deterministic=spec.deterministic,
@@ -49,6 +50,7 @@ class EngineActor:
             tokenizer_fingerprint=self._identity.fingerprint,
             chat_template_digest=tokenizer.chat_template_digest(),
         )
+        self._engine = plant_engine(self._engine, spec.faults, slot, scratch=spec.run_dir / "faults", tokenizer=tokenizer)
         self._inbox: Inbox[GenerationJob, Chunks] = Inbox(self._generate)
 
     def pid(self) -> int:

@@ -18,6 +18,7 @@ from rollout.environments.registry import build_envs
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ConcordError
+from rollout.faults.prompts import PlantedPrompts
 from rollout.generation import SamplingParams
 from rollout.rewards.pool import RewardPool
 from rollout.rewards.registry import build_reward, needs_text
@@ -32,12 +33,13 @@ class EpisodeActor:
     def __init__(self, spec: FleetSpec, index: int, store: Any, rewards: Sequence[Any]) -> None:
         enter_process(f"episodes-{index}", spec.run_dir)
         tokenizer = load_tokenizer(spec.model_dir)
+        prompts = self._prompts = PlantedPrompts(tokenizer, spec.faults)
         sampling = SamplingParams(**spec.sampling.model_dump())
         self._worker = EpisodeWorker(
             store=RemoteStore(store),
             score=RewardPool([RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s),
             tokenizer=tokenizer,
-            make_envs=lambda prompt, count: build_envs(spec.environment, prompt, tokenizer, count),
+            make_envs=lambda prompt, count: build_envs(spec.environment, prompt, prompts.tokenizer_for(prompt), count),
             settings=WorkerSettings(
                 episode=EpisodeSettings(
                     sampling=sampling,
@@ -57,6 +59,7 @@ class EpisodeActor:
         self._worker.connect(slot, RemoteEngine(engine, slot), tag)
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        self._prompts.note(dispatches)
         self._worker.submit(dispatches)
 
     async def collect(self) -> tuple[Outcome, ...]:

@@ -1,10 +1,11 @@
 """What a fleet is built from: the rooms' configs and the places of a run. Picklable, so that it travels to every actor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.config import ClusterConfig
 from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
+from rollout.faults.config import FaultsConfig
 from trainer.config import TrainerConfig, WeightsConfig
 
 
@@ -29,3 +30,4 @@ class FleetSpec:
     trainer: TrainerConfig
     weights: WeightsConfig
     cluster: ClusterConfig
+    faults: FaultsConfig = field(default_factory=FaultsConfig)

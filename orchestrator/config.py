@@ -27,6 +27,8 @@ from rollout.config import (
     VllmConfig,
 )
 from rollout.errors import UserError
+from rollout.faults.checks import FaultSurroundings, check_faults
+from rollout.faults.config import FaultsConfig
 from trainer.config import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
 
 
@@ -104,6 +106,7 @@ class RunConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @property
     def max_concurrent_groups(self) -> int:
@@ -135,7 +138,19 @@ class RunConfig(Section):
             )
         self._check_gpu_transport()
         self._check_deterministic()
+        check_faults(self.faults, self._fault_surroundings())
         return self
+
+    def _fault_surroundings(self) -> FaultSurroundings:
+        tiny = self.model if isinstance(self.model, TinyModelConfig) else None
+        return FaultSurroundings(
+            engine=self.engine,
+            sampling=self.sampling,
+            deterministic=self.run.deterministic,
+            disk=self.weights.transport == "disk",
+            tied_head=None if tiny is None else tiny.tie_embeddings,
+            mixture_of_experts=None if tiny is None else tiny.moe,
+        )
 
     def _check_gpu_transport(self) -> None:
         transport, engine, trainer = self.weights.transport, self.engine.num_gpus, self.trainer.num_gpus
@@ -234,7 +249,7 @@ def _keys_beside(names: Sequence[str]) -> set[str]:
     for index, name in enumerate(names[:-1]):
         options = list(_models_in(model.model_fields[name].annotation)) if name in model.model_fields else []
         if len(options) > 1:
-            tag = names[index + 1]
+            tag = next((part for part in names[index + 1 :] if not part.isdigit()), "")
             options = [option for option in options if option.model_fields["type"].default == tag] or options
         if options:
             model = options[0]

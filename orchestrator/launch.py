@@ -90,6 +90,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) 
         trainer=config.trainer,
         weights=config.weights,
         cluster=config.cluster,
+        faults=config.faults,
     )
     cpus, gpus = totals(resource_plan(config))
     stop = StopSignals(config.deadlines.shutdown_s, reporter.say)
@@ -104,6 +105,8 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) 
                 ignore_signals()
                 await fleet.close()
 
+    if config.faults.plant:
+        reporter.say(f"faults are planted in this run: {', '.join(fault.type for fault in config.faults.plant)}")
     reporter.say(f"run {run.path}: starting Ray")
     with handlers_restored(), cluster(config.cluster, cpus, gpus):
         try:

@@ -1,0 +1,80 @@
+"""What can be said about planted faults from the config alone: those that cannot act, or that would change nothing, are refused before anything starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollout.config import EngineConfig, SamplingConfig
+from rollout.faults.config import (
+    FaultConfig,
+    FaultsConfig,
+    KvKeptFault,
+    MissingRoutingFault,
+    RawLogprobsFault,
+    RoutingPerturbedFault,
+    SilentTopPFault,
+    StaleHeadFault,
+    StaleReplicaFault,
+    WeightFault,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSurroundings:
+    """What faults are planted into, as far as the config says."""
+
+    engine: EngineConfig
+    sampling: SamplingConfig
+    deterministic: bool
+    disk: bool
+    """Weights travel by disk."""
+    tied_head: bool | None = None
+    """None: only the model's files say."""
+    mixture_of_experts: bool | None = None
+    """None: only the model's files say."""
+
+
+def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
+    """Refuse faults that cannot act.
+
+    Raises:
+        ValueError: which fault, why, and what to change; the first problem.
+    """
+    for index, fault in enumerate(faults.plant):
+        for problem in _problems(fault, around):
+            raise ValueError(f"faults.plant[{index}] ({fault.type}): {problem}")
+
+
+def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
+    engine, sampling = around.engine, around.sampling
+    if fault.replica >= engine.replicas:
+        yield f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to {engine.replicas - 1}, or raise engine.replicas"
+    if isinstance(fault, WeightFault):
+        yield from _weight_problems(fault, around)
+    elif isinstance(fault, KvKeptFault):
+        yield from _cache_problems(around)
+    elif isinstance(fault, RawLogprobsFault) and sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == 0:
+        yield "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+    elif isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
+        yield f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; set a smaller one"
+    elif isinstance(fault, MissingRoutingFault) and not (engine.type == "torch" and engine.return_routing):
+        yield "no routing is asked for; set engine.type = 'torch' and engine.return_routing = true, and use an MoE model"
+
+
+def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[str]:
+    if not around.disk:
+        yield "it acts on published files; set weights.transport = 'disk'"
+    if around.engine.type == "scripted" and not isinstance(fault, StaleReplicaFault):
+        yield "the scripted engine computes with no weights; set engine.type to 'torch' or 'vllm'"
+    if isinstance(fault, StaleHeadFault) and around.tied_head:
+        yield "the model's head is its embedding, so it cannot stay old alone; set model.tie_embeddings = false, or plant stale_replica"
+    if isinstance(fault, RoutingPerturbedFault) and around.mixture_of_experts is False:
+        yield "a dense model routes nothing; set model.moe = true, or use an MoE model"
+
+
+def _cache_problems(around: FaultSurroundings) -> Iterator[str]:
+    if around.engine.type == "scripted":
+        yield "the scripted engine has no KV cache; set engine.type to 'torch' or 'vllm'"
+    if around.engine.kv_across_versions == "keep":
+        yield "the engine keeps its cache and says so, which is no fault; set engine.kv_across_versions = 'recompute'"
+    if around.deterministic:
+        yield "deterministic runs finish running requests before an update, so that no cache is left to keep; set run.deterministic = false"

@@ -1,0 +1,96 @@
+"""An engine that hands everything on: the base of planted faults, which override what they change. It knows no fault."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.protocols import Engine, EngineLoad
+from rollout.trajectory import EngineTag
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+
+
+class EngineWrapper:
+    """Implements `rollout.protocols.Engine` over another engine, and notes which policy that one serves."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.policy: PolicyVersion | None = None
+        """What the replica serves; None before its start."""
+        self.updates = 0
+        """One more at the beginning and at the end of each update: odd while weights change."""
+
+    @property
+    def version(self) -> int:
+        """Of the policy that it serves; -1 before the start."""
+        return -1 if self.policy is None else self.policy.version
+
+    async def start(self, manifest: WeightManifest) -> EngineTag:
+        """Start the inner engine; its tag, as `declared` has it."""
+        tag = await self.inner.start(manifest)
+        self.policy = manifest.policy
+        return self.declared(tag)
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Sample; see the protocol."""
+        return self.inner.generate(request)
+
+    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+        """Continue one sample; see the protocol."""
+        return self.inner.resume_from(request, produced)
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request."""
+        await self.inner.abort(request_id)
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Raw log-probs of given tokens: [T] -> [T - 1] nats."""
+        return await self.inner.score(token_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling."""
+        await self.inner.pause(mode)
+
+    async def apply(self, manifest: WeightManifest) -> ApplyReport:
+        """Take over weights and label. A failed update leaves `updates` odd: what the engine then holds is not known."""
+        self.updates += 1
+        report = await self.inner.apply(manifest)
+        self.policy = manifest.policy
+        self.updates += 1
+        return report
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self.inner.resume()
+
+    async def tag(self) -> EngineTag:
+        """The inner engine's, as `declared` has it."""
+        return self.declared(await self.inner.tag())
+
+    async def healthy(self) -> bool:
+        """Whether the engine can still serve."""
+        return await self.inner.healthy()
+
+    async def load(self) -> EngineLoad:
+        """What it is doing."""
+        return await self.inner.load()
+
+    async def stop(self) -> None:
+        """End the engine."""
+        await self.inner.stop()
+
+    def declared(self, tag: EngineTag) -> EngineTag:
+        """What this engine says of itself, from what the inner one says."""
+        return tag
+
+
+@asynccontextmanager
+async def closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
+    """Whoever stops reading also ends the request underneath, at once."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
