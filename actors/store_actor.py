@@ -15,7 +15,7 @@ from rollout.errors import ConcordError
 from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery
 from rollout.store.sqlite import SqliteStore
-from rollout.trajectory import EncodedGroup, LeasedGroups
+from rollout.trajectory import Annotation, EncodedGroup, StoredGroups
 from rollout.weights import PolicyVersion
 
 T = TypeVar("T")
@@ -41,10 +41,13 @@ class StoreActor:
     def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         return _now(self._store.put(groups))
 
-    def annotate(self, group_id: str, kind: str, payload: bytes) -> None:
-        _now(self._store.annotate(group_id, kind, payload))
+    def annotate(self, annotations: Sequence[Annotation]) -> None:
+        _now(self._store.annotate(annotations))
 
-    def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> LeasedGroups:
+    def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+        return _now(self._store.fetch(dispatch_ids))
+
+    def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         return _now(self._store.lease(trainer_epoch, dispatch_ids))
 
     def acknowledge(self, commit: StepCommit) -> Counts:
@@ -93,10 +96,13 @@ class RemoteStore:
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         return await call(self.handle.put.remote(groups), "the store")
 
-    async def annotate(self, group_id: str, kind: str, payload: bytes) -> None:
-        await call(self.handle.annotate.remote(group_id, kind, payload), "the store")
+    async def annotate(self, annotations: Sequence[Annotation]) -> None:
+        await call(self.handle.annotate.remote(annotations), "the store")
 
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> LeasedGroups:
+    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+        return await call(self.handle.fetch.remote(dispatch_ids), "the store")
+
+    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         return await call(self.handle.lease.remote(trainer_epoch, dispatch_ids), "the store")
 
     async def acknowledge(self, commit: StepCommit) -> Counts:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollout.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmission, Readmitted, StepCommit, Totals
 from rollout.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.prompts import Prompt, PromptCursor
-from rollout.trajectory import EncodedGroup, EngineTag, GroupHeader, LeasedGroups, Reward, Trajectory
+from rollout.trajectory import Annotation, EncodedGroup, EngineTag, GroupHeader, Reward, StoredGroups, Trajectory
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 
 
@@ -177,12 +177,16 @@ class Store(Protocol):
         """dispatched -> ready; answers with the ids that it took. A group whose dispatch has ended (or was put before) is refused with an event."""
         ...
 
-    async def annotate(self, group_id: str, kind: str, payload: bytes) -> None:
-        """Keep a later room's typed bytes with a group; kind `verdict` also moves it from ready to audited."""
+    async def annotate(self, annotations: Sequence[Annotation]) -> None:
+        """Keep a later room's typed bytes with groups; kind `verdict` also moves a ready group to audited."""
         ...
 
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> LeasedGroups:
-        """ready or audited -> leased; the encoded groups (`rollout.codec`) in the order asked.
+    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+        """A look at encoded groups, in whatever state; those that have ended meanwhile are left out."""
+        ...
+
+    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
+        """ready or audited -> leased; the encoded groups (`rollout.codec`) in the order asked, with their newest verdict annotations.
 
         Raises:
             StoreError: one of them is in another state; then none is leased.

@@ -218,11 +218,23 @@ class EncodedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LeasedGroups:
-    """Encoded groups on their way to the trainer."""
+class StoredGroups:
+    """Encoded groups on their way to the trainer, or to the consistency service."""
 
     dispatch_ids: tuple[str, ...]
     payloads: tuple[NDArray[np.uint8], ...]
+    verdicts: tuple[bytes, ...]
+    """The newest `verdict` annotation of each, empty where there is none."""
+
+
+@wired
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """A later room's finding about a group, as typed bytes."""
+
+    dispatch_id: str
+    kind: str
+    payload: bytes
 
 
 def header_of(group: TrajectoryGroup, num_bytes: int) -> GroupHeader:

@@ -12,7 +12,7 @@ from rollout.dispatch import Dispatch, DispatchState, LedgerEntry, StepCommit
 from rollout.store.records import DISPATCH_COLUMNS, compact_json, dispatch_of
 from rollout.store.schema import FILE_NAME, open_for_reading, store_errors
 from rollout.store.segments import DIRECTORY, Place, SegmentReader
-from rollout.trajectory import TrajectoryGroup
+from rollout.trajectory import Annotation, TrajectoryGroup
 from rollout.weights import PolicyVersion
 
 
@@ -29,14 +29,6 @@ class DispatchRecord:
     """A `RejectReason` or `FailReason`, for those that ended in one."""
     detail: str
     has_group: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Annotation:
-    """A later room's finding about a group, as typed bytes."""
-
-    kind: str
-    payload: bytes
 
 
 class StoreReader:
@@ -85,7 +77,7 @@ class StoreReader:
     def annotations(self, group_id: str) -> tuple[Annotation, ...]:
         """What later rooms found about a group, oldest first."""
         sql = "SELECT kind, payload FROM annotations JOIN dispatches USING (sequence) WHERE dispatch_id = ? ORDER BY number"
-        return tuple(Annotation(kind=kind, payload=payload) for kind, payload in self._all(sql, (group_id,)))
+        return tuple(Annotation(dispatch_id=group_id, kind=kind, payload=payload) for kind, payload in self._all(sql, (group_id,)))
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """The committed versions of the lineage, in order."""

@@ -8,11 +8,11 @@ from rollout.errors import StoreError
 from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery
 from rollout.store import arrivals, recovery, transitions
-from rollout.store.database import RESERVED_FIELDS, Database
+from rollout.store.database import RESERVED_FIELDS, Database, Row, Transaction
 from rollout.store.filesystem import refuse_network_file_system
 from rollout.store.schema import Durability
 from rollout.store.segments import DIRECTORY, SEGMENT_BYTES, SegmentReader, SegmentWriter
-from rollout.trajectory import EncodedGroup, LeasedGroups
+from rollout.trajectory import Annotation, EncodedGroup, StoredGroups
 from rollout.weights import PolicyVersion
 
 
@@ -60,15 +60,24 @@ class SqliteStore:
             self._writer.take_back()
         return taken
 
-    async def annotate(self, group_id: str, kind: str, payload: bytes) -> None:
+    async def annotate(self, annotations: Sequence[Annotation]) -> None:
         with self._database.transaction("annotate") as work:
-            transitions.annotate(work, group_id, kind, payload)
+            transitions.annotate(work, annotations)
 
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> LeasedGroups:
+    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+        with self._database.transaction("fetch") as work:
+            return self._groups(work, transitions.with_groups(work, dispatch_ids))
+
+    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("lease", trainer_epoch) as work:
-            rows = transitions.lease(work, dispatch_ids)
-            payloads = arrivals.payloads(work, rows, self._reader)
-        return LeasedGroups(dispatch_ids=tuple(dispatch_ids), payloads=payloads)
+            return self._groups(work, transitions.lease(work, dispatch_ids))
+
+    def _groups(self, work: Transaction, rows: Sequence[Row]) -> StoredGroups:
+        return StoredGroups(
+            dispatch_ids=tuple(row.dispatch_id for row in rows),
+            payloads=arrivals.payloads(work, rows, self._reader),
+            verdicts=transitions.verdicts(work, rows),
+        )
 
     async def acknowledge(self, commit: StepCommit) -> Counts:
         """Write the commit record of a step. The same record twice is accepted once.

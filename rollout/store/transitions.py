@@ -14,6 +14,7 @@ from rollout.store.database import Row, Transaction, require
 from rollout.store.journal import EventKind
 from rollout.store.records import DISPATCH_COLUMNS, compact_json, dispatch_columns, prompt_of
 from rollout.store.tally import Slot
+from rollout.trajectory import Annotation
 from rollout.weights import PolicyVersion
 
 VERDICT = "verdict"
@@ -54,16 +55,36 @@ def read_cursor(work: Transaction) -> PromptCursor:
     return PromptCursor(pass_index=stored["cursor_pass"], index=stored["cursor_index"])
 
 
-def annotate(work: Transaction, group_id: str, kind: str, payload: bytes) -> None:
-    """Keep typed bytes with a group; a verdict moves a ready group to audited, and one in another state nowhere."""
-    row = require(work.rows([group_id]).get(group_id), group_id, "annotate")
-    if not work.connection.execute("SELECT 1 FROM groups WHERE sequence = ?", (row.sequence,)).fetchone():
-        raise StoreError(f"annotate: dispatch {group_id} is {row.state} and has no group yet; annotate groups after `put`")
-    work.connection.execute("INSERT INTO annotations(sequence, kind, payload) VALUES (?, ?, ?)", (row.sequence, kind, payload))
-    work.event_of([group_id], EventKind.ANNOTATED, annotation=kind, bytes=len(payload))
-    if kind == VERDICT and row.state is DispatchState.READY:
-        work.move([row], DispatchState.AUDITED)
-        work.event_of([group_id], EventKind.AUDITED)
+def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
+    """Keep typed bytes with groups; a verdict moves a ready group to audited, and one in another state nowhere."""
+    rows = work.rows([annotation.dispatch_id for annotation in annotations])
+    audited: dict[str, Row] = {}
+    for annotation in annotations:
+        row = require(rows.get(annotation.dispatch_id), annotation.dispatch_id, "annotate")
+        if not work.connection.execute("SELECT 1 FROM groups WHERE sequence = ?", (row.sequence,)).fetchone():
+            raise StoreError(f"annotate: dispatch {row.dispatch_id} is {row.state} and has no group yet; annotate groups after `put`")
+        sql = "INSERT INTO annotations(sequence, kind, payload) VALUES (?, ?, ?)"
+        work.connection.execute(sql, (row.sequence, annotation.kind, annotation.payload))
+        work.event_of([row.dispatch_id], EventKind.ANNOTATED, annotation=annotation.kind, bytes=len(annotation.payload))
+        if annotation.kind == VERDICT and row.state is DispatchState.READY:
+            audited[row.dispatch_id] = row
+    work.move(list(audited.values()), DispatchState.AUDITED)
+    work.event_of(list(audited), EventKind.AUDITED)
+
+
+def with_groups(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
+    """The rows of those of `dispatch_ids` that have a group and have not ended, in the order asked."""
+    found = work.rows(dispatch_ids)
+    held = (DispatchState.READY, DispatchState.AUDITED, DispatchState.LEASED)
+    return [row for i in dispatch_ids if (row := found.get(i)) is not None and row.state in held]
+
+
+def verdicts(work: Transaction, rows: Sequence[Row]) -> tuple[bytes, ...]:
+    """The newest verdict annotation of each row, empty where there is none."""
+    sequences = compact_json([row.sequence for row in rows])
+    sql = "SELECT sequence, payload FROM annotations WHERE kind = ? AND sequence IN (SELECT value FROM json_each(?)) ORDER BY number"
+    newest: dict[int, bytes] = dict(work.connection.execute(sql, (VERDICT, sequences)))
+    return tuple(newest.get(row.sequence, b"") for row in rows)
 
 
 def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:

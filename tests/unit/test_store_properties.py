@@ -22,7 +22,7 @@ from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery
 from rollout.store.reader import open_reader
 from rollout.store.sqlite import SqliteStore
-from rollout.trajectory import EncodedGroup
+from rollout.trajectory import Annotation, EncodedGroup
 from rollout.weights import PolicyVersion
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class History:
 
     def judge(self) -> None:
         for name in self.some(self.model.names("ready", "leased"), 2):
-            self.done(self.store.annotate(name, "verdict", b"accept"))
+            self.done(self.store.annotate([Annotation(dispatch_id=name, kind="verdict", payload=b"accept")]))
             entry = self.model.entries[name]
             entry.judged = True
             entry.state = "audited" if entry.state == "ready" else entry.state

@@ -10,8 +10,9 @@ from rollout.codec import encode
 from rollout.dispatch import DispatchState, Ending, LedgerEntry, RejectReason, StepCommit
 from rollout.errors import StoreError
 from rollout.prompts import PromptCursor
-from rollout.store.reader import Annotation, open_reader
+from rollout.store.reader import open_reader
 from rollout.store.sqlite import SqliteStore
+from rollout.trajectory import Annotation
 from rollout.weights import PolicyVersion
 
 STEP = PolicyVersion(1, 1)
@@ -24,7 +25,7 @@ async def write(run_dir: Path) -> SqliteStore:
     dispatches = [build_dispatch(number) for number in range(3)]
     await store.dispatch(1, dispatches, PromptCursor(index=3))
     await store.put([encode(build_group(d, seed=number)) for number, d in enumerate(dispatches[:2])])
-    await store.annotate("d-0", "evidence", b"\x01\x02")
+    await store.annotate([Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x01\x02")])
     await store.lease(1, ["d-0"])
     await store.acknowledge(StepCommit(policy=STEP, dispatch_ids=("d-0",), digest="x", trajectories_trained=2, trajectories_masked=0, trajectories_dropped=0))
     await store.commit_version(LedgerEntry(policy=STEP, digest="x"))
@@ -49,7 +50,7 @@ def check(run_dir: Path) -> None:
     assert reader.dispatch_of_trajectory("d-1/1") == "d-1"
     assert reader.dispatch_of_trajectory("d-1/") is None
     assert [event["kind"] for event in reader.events("d-1")] == ["dispatched", "ready", "rejected"]
-    assert reader.annotations("d-0") == (Annotation(kind="evidence", payload=b"\x01\x02"),)
+    assert reader.annotations("d-0") == (Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x01\x02"),)
     assert reader.ledger() == (LedgerEntry(policy=STEP, digest="x"),)
     assert [commit.dispatch_ids for commit in reader.commits()] == [("d-0",)]
     reader.close()

@@ -14,6 +14,7 @@ from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery
 from rollout.store.reader import open_reader
 from rollout.store.sqlite import SqliteStore
+from rollout.trajectory import Annotation
 from rollout.weights import PolicyVersion
 
 
@@ -71,7 +72,7 @@ def test_a_lease_ends_with_its_epoch_and_the_header_needs_no_payload(tmp_path: P
         run = Run(tmp_path)
         await run.open()
         ids = [await run.group() for _ in range(3)]
-        await run.store.annotate(ids[2], "verdict", b"accept")
+        await run.store.annotate([Annotation(dispatch_id=ids[2], kind="verdict", payload=b"accept")])
         await run.store.lease(1, ids[1:])
         for segment in (tmp_path / "tokens").iterdir():
             segment.rename(segment.with_suffix(".away"))

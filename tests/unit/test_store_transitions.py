@@ -16,7 +16,7 @@ from rollout.dispatch import Counts, Dispatch, Ending, FailReason, LedgerEntry, 
 from rollout.errors import FencedError, StoreError
 from rollout.prompts import Message, Prompt, PromptCursor
 from rollout.store.sqlite import SqliteStore
-from rollout.trajectory import EncodedGroup
+from rollout.trajectory import Annotation, EncodedGroup
 from rollout.weights import PolicyVersion
 
 
@@ -263,15 +263,15 @@ def test_a_readmitted_prompt_leaves_the_queue_with_the_dispatch_that_takes_it(tm
 def test_a_verdict_moves_a_ready_group_to_audited_and_other_annotations_move_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         store, _ = await opened(tmp_path, 3, 2)
-        await store.annotate("d-0", "evidence", b"\x00")
+        await store.annotate([Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x00")])
         assert (await store.counts()).ready == 2
-        await store.annotate("d-0", "verdict", b"accept")
+        await store.annotate([Annotation(dispatch_id="d-0", kind="verdict", payload=b"accept")])
         assert ((await store.counts()).ready, (await store.counts()).audited) == (1, 1)
         await store.lease(1, ["d-0"])
-        await store.annotate("d-0", "verdict", b"accept, later")
+        await store.annotate([Annotation(dispatch_id="d-0", kind="verdict", payload=b"accept, later")])
         assert (await store.counts()).leased == 1
         with pytest.raises(StoreError, match="has no group yet"):
-            await store.annotate("d-2", "verdict", b"")
+            await store.annotate([Annotation(dispatch_id="d-2", kind="verdict", payload=b"")])
 
     asyncio.run(scenario())
 
