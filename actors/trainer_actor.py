@@ -11,7 +11,7 @@ import ray
 from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
-from rollout.trajectory import LeasedGroups
+from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion, Transport, WeightManifest
 from trainer.build import build_trainer
 from trainer.checkpoints import CheckpointState
@@ -34,13 +34,14 @@ class TrainerActor:
             seed=spec.seed,
             rank=rank,
             init_method=init_method,
+            correction=spec.consistency.correction,
         )
 
     def pid(self) -> int:
         return os.getpid()
 
-    def step(self, lease: LeasedGroups, request: StepRequest) -> StepReport:
-        return self._trainer.step(lease.payloads, request)
+    def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
+        return self._trainer.step(lease, request)
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)

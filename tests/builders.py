@@ -4,10 +4,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollout.codec import encode
 from rollout.dispatch import Dispatch
 from rollout.prompts import Prompt
-from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Reward, RoutingTrace, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.trajectory import (
+    EngineTag,
+    FinishReason,
+    LogprobSemantics,
+    Reward,
+    RoutingTrace,
+    StoredGroups,
+    Timings,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from rollout.weights import PolicyVersion
+from trainer.consistency.evidence import GroupEvidence, TrajectoryEvidence
+from trainer.types import Verdict
 
 BASE = PolicyVersion(1, 0)
 """Version 0 of the first trainer epoch."""
@@ -120,4 +134,32 @@ def build_group(
         environment="arithmetic",
         trajectories=trajectories,
         rewards=tuple(Reward(total=reward) for reward in rewards),
+    )
+
+
+def build_stored(groups: Sequence[TrajectoryGroup], verdicts: Sequence[bytes] = ()) -> StoredGroups:
+    """Groups as the store hands them out, with no verdicts unless given."""
+    return StoredGroups(
+        dispatch_ids=tuple(group.dispatch_id for group in groups),
+        payloads=tuple(encode(group).payload for group in groups),
+        verdicts=tuple(verdicts) or (b"",) * len(groups),
+    )
+
+
+def build_evidence(group: TrajectoryGroup, verdicts: Sequence[Verdict] = (), shift: float = 0.0, scored: bool = True) -> GroupEvidence:
+    """Evidence of `group` whose recomputed log-probs are the rollout's plus `shift`; verdict `mask` names the first sampled token of a trajectory."""
+    return GroupEvidence(
+        dispatch_id=group.dispatch_id,
+        replica=group.trajectories[0].tag.replica,
+        policies=(BASE,),
+        trajectories=tuple(
+            TrajectoryEvidence(
+                trajectory_id=trajectory.trajectory_id,
+                scored=trajectory.sampled & scored,
+                behaviour_logprobs=np.where(trajectory.sampled, trajectory.rollout_logprobs + np.float32(shift), np.float32(0)),
+                verdict=verdict,
+                masked=np.arange(trajectory.sampled.size) == (int(np.argmax(trajectory.sampled)) if verdict is Verdict.MASK else -1),
+            )
+            for trajectory, verdict in zip(group.trajectories, verdicts or (Verdict.ACCEPT,) * len(group.trajectories), strict=True)
+        ),
     )

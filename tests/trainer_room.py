@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from builders import build_dispatch, build_group
-from numpy.typing import NDArray
+from builders import build_dispatch, build_group, build_stored
 from safetensors.numpy import save_file
 
-from rollout.codec import encode
+from rollout.trajectory import StoredGroups, TrajectoryGroup
 from rollout.weights import PolicyVersion
 
 VOCABULARY = 24
@@ -58,10 +57,10 @@ def write_model(directory: Path, seed: int = 0, moe: bool = False, **changes: ob
     return directory
 
 
-def payloads(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int = 3, old_logprob: float | None = None) -> list[NDArray[np.uint8]]:
+def stored(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int = 3, old_logprob: float | None = None) -> StoredGroups:
     """One encoded group a length, all with an odd number of samples; `old_logprob` replaces every rollout log-prob."""
     rng = np.random.default_rng(seed)
-    encoded: list[NDArray[np.uint8]] = []
+    groups: list[TrajectoryGroup] = []
     for number, length in enumerate(lengths):
         policies = ((PolicyVersion(1, 0), length // 2), (PolicyVersion(1, 1), length - length // 2))
         rewards = [float(r) for r in rng.permutation(np.arange(group_size)) / group_size]
@@ -69,8 +68,8 @@ def payloads(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int
         if old_logprob is not None:
             for trajectory in group.trajectories:
                 trajectory.rollout_logprobs[trajectory.sampled] = old_logprob
-        encoded.append(encode(group).payload)
-    return encoded
+        groups.append(group)
+    return build_stored(groups)
 
 
 def run_ranks(world: int, work: Callable[[int, int, Path], None], folder: Path, deadline_s: float = 100.0) -> None:

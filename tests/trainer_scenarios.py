@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
-from trainer_room import payloads
+from trainer_room import stored
 
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import CheckpointState
@@ -54,7 +54,7 @@ def build(folder: Path, name: str, rank: int = 0, world: int = 1, model: str = "
 
 def step(trainer: PolicyTrainer, number: int) -> StepReport:
     """Optimizer step `number` (from 1) on a seeded batch."""
-    return trainer.step(payloads(seed=number), StepRequest(policy=PolicyVersion(1, number), oldest_version=0))
+    return trainer.step(stored(seed=number), StepRequest(policy=PolicyVersion(1, number), oldest_version=0))
 
 
 def tensors(directory: Path) -> dict[str, np.ndarray[Any, Any]]:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from rollout.errors import UserError
 from rollout.trajectory import LogprobSemantics, Trajectory
+from trainer.consistency.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.protocols import Algorithm
-from trainer.types import AuditedGroup, OldLogprobSource, TrainingSample, Verdict
+from trainer.types import OldLogprobSource, TrainingSample, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,67 +28,100 @@ class TrainingBatch:
     """Trajectories that lost some tokens, or all."""
     zero_variance_groups: int
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
+    old_logprob_source: OldLogprobSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """A trajectory that has at least one term in the loss."""
+
+    trajectory: Trajectory
+    evidence: TrajectoryEvidence | None
+    mask: NDArray[np.bool_]
+    advantage: float
 
 
 def build_batch(
-    groups: Sequence[AuditedGroup], algorithm: Algorithm, oldest_version: int, aggregation: Literal["token_mean", "sequence_mean"]
+    groups: Sequence[AuditedGroup],
+    algorithm: Algorithm,
+    oldest_version: int,
+    aggregation: Literal["token_mean", "sequence_mean"],
+    source: OldLogprobSource = OldLogprobSource.ROLLOUT,
 ) -> TrainingBatch:
-    """Take the sampled tokens of accepted trajectories, except those older than `oldest_version`.
+    """Take the sampled tokens that the verdicts accept, except those older than `oldest_version`.
 
     Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n) (sequence_mean, S samples with n terms).
+    Advantages are relative to the whole group, rejected trajectories included: a verdict is about tokens, not about the reward.
 
     Raises:
         UserError: the trajectories were sampled at several temperatures, or their log-probs are not of the distribution sampled from.
-        ValueError: a verdict asks to mask tokens without naming them.
+        ValueError: `source` is recomputed and a token of the loss was not scored.
     """
-    masks: list[tuple[Trajectory, NDArray[np.bool_], float]] = []
+    kept: list[_Kept] = []
     masked: set[str] = set()
     flat_groups = 0
     for audited in groups:
         advantages = algorithm.advantages(audited.group.rewards)
         flat_groups += not np.any(advantages)
-        for trajectory, verdict, advantage in zip(audited.group.trajectories, audited.verdicts, advantages.tolist(), strict=True):
-            mask = _loss_mask(trajectory, verdict, oldest_version)
-            kept = int(np.count_nonzero(mask))
-            if kept < trajectory.num_sampled:
+        trajectories = audited.group.trajectories
+        evidences = audited.evidence.trajectories if audited.evidence is not None else (None,) * len(trajectories)
+        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages.tolist(), strict=True):
+            mask = _loss_mask(trajectory, evidence, oldest_version)
+            terms = int(np.count_nonzero(mask))
+            if terms < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
-            if kept:
-                masks.append((trajectory, mask, advantage))
-    counts = [int(np.count_nonzero(mask)) for _, mask, _ in masks]
+            if terms:
+                kept.append(_Kept(trajectory=trajectory, evidence=evidence, mask=mask, advantage=advantage))
+    counts = [int(np.count_nonzero(each.mask)) for each in kept]
     total = sum(counts)
     weights = [1.0 / max(1, total)] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
     return TrainingBatch(
-        samples=tuple(_sample(*parts, weight) for parts, weight in zip(masks, weights, strict=True)),
+        samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
         num_tokens=total,
-        temperature=_temperature([trajectory for trajectory, _, _ in masks]),
+        temperature=_temperature([each.trajectory for each in kept]),
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
+        old_logprob_source=source,
     )
 
 
-def _loss_mask(trajectory: Trajectory, verdict: Verdict, oldest_version: int) -> NDArray[np.bool_]:
+def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int) -> NDArray[np.bool_]:
     """[T]; position 0 is never in it, since no position predicts it."""
-    if verdict is Verdict.MASK:
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: verdict mask names no tokens; expected accept, reject or quarantine")
-    if verdict is not Verdict.ACCEPT:
+    verdict = Verdict.ACCEPT if evidence is None else evidence.verdict
+    if verdict in (Verdict.REJECT, Verdict.QUARANTINE):
         return np.zeros(trajectory.sampled.shape, dtype=np.bool_)
     mask = trajectory.sampled.copy()
     mask[0] = False
+    if evidence is not None and verdict is Verdict.MASK:
+        mask &= ~evidence.masked
     for span in trajectory.version_spans:
         if span.policy.version < oldest_version:
             mask[span.start : span.end] = False
     return mask
 
 
-def _sample(trajectory: Trajectory, mask: NDArray[np.bool_], advantage: float, weight: float) -> TrainingSample:
+def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSample:
+    trajectory, evidence, mask = kept.trajectory, kept.evidence, kept.mask
+    rollout = np.where(mask, trajectory.rollout_logprobs, np.float32(0))
+    old = rollout
+    if source is OldLogprobSource.RECOMPUTED:
+        missing = int(np.count_nonzero(mask if evidence is None else mask & ~evidence.scored))
+        if evidence is None or missing:
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id}: {missing} tokens of the loss have no recomputed log-prob; expected all: "
+                "score the group first, or take the rollout's log-probs for the whole step"
+            )
+        old = np.where(mask, evidence.behaviour_logprobs, np.float32(0))
     return TrainingSample(
         trajectory_id=trajectory.trajectory_id,
         token_ids=trajectory.token_ids,
         loss_mask=mask,
-        old_logprobs=np.where(mask, trajectory.rollout_logprobs, np.float32(0)),
-        old_logprob_source=OldLogprobSource.ROLLOUT,
-        advantage=advantage,
+        old_logprobs=old,
+        old_logprob_source=source,
+        rollout_logprobs=rollout,
+        advantage=kept.advantage,
         token_weight=weight,
+        suspects=() if evidence is None else evidence.suspects,
     )
 
 

@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion, WeightManifest
 from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
+from trainer.consistency.config import CorrectionConfig
 from trainer.types import StepReport, StepRequest
 
 
 class TrainerRank(Protocol):
     """One rank. Every method but `open_transfer` and `close` is collective."""
 
-    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups."""
         ...
 
@@ -45,7 +44,17 @@ class TrainerRank(Protocol):
         ...
 
 
-def build_trainer(*, model_dir: Path, config: TrainerConfig, weights: WeightsConfig, total_steps: int, seed: int, rank: int, init_method: str) -> TrainerRank:
+def build_trainer(
+    *,
+    model_dir: Path,
+    config: TrainerConfig,
+    weights: WeightsConfig,
+    total_steps: int,
+    seed: int,
+    rank: int,
+    init_method: str,
+    correction: CorrectionConfig | None = None,
+) -> TrainerRank:
     """Rank `rank` of `config.ranks`, with the model of `model_dir` as version 0.
 
     Raises:
@@ -57,4 +66,13 @@ def build_trainer(*, model_dir: Path, config: TrainerConfig, weights: WeightsCon
         return ScriptedTrainer(config, seed)
     from trainer.policy_trainer import PolicyTrainer
 
-    return PolicyTrainer(model_dir=model_dir, config=config, weights=weights, total_steps=total_steps, seed=seed, rank=rank, init_method=init_method)
+    return PolicyTrainer(
+        model_dir=model_dir,
+        config=config,
+        weights=weights,
+        total_steps=total_steps,
+        seed=seed,
+        rank=rank,
+        init_method=init_method,
+        correction=correction,
+    )

@@ -53,19 +53,22 @@ def _split_to(batches: list[list[TrainingSample]], number: int) -> list[list[Tra
 
 def _micro_batch(rows: Sequence[TrainingSample]) -> MicroBatch:
     shape = (max(1, len(rows)), max((row.token_ids.size for row in rows), default=_FILLER_TOKENS))
-    token_ids, mask, old = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.float32)
+    token_ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+    old, rollout = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
     advantages, weights = np.zeros(shape[0], dtype=np.float32), np.zeros(shape[0], dtype=np.float32)
     for index, row in enumerate(rows):
         length = row.token_ids.size
         token_ids[index, :length] = row.token_ids
         mask[index, :length] = row.loss_mask
         old[index, :length] = row.old_logprobs
+        rollout[index, :length] = row.rollout_logprobs
         advantages[index] = row.advantage
         weights[index] = row.token_weight
     return MicroBatch(
         token_ids=token_ids,
         loss_mask=mask,
         old_logprobs=old,
+        rollout_logprobs=rollout,
         advantages=advantages,
         token_weights=weights,
         trajectory_ids=tuple(row.trajectory_id for row in rows) or ("",),

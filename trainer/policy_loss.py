@@ -1,6 +1,6 @@
 """The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no rank and no optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from trainer.config import AlgorithmConfig
+from trainer.consistency.config import CorrectionConfig, DecoupledConfig, IcePopConfig, MisSequenceConfig, MisTokenConfig, NoCorrection, TisConfig
+from trainer.consistency.corrections import CorrectionInputs, correction_weights
 from trainer.policy_model import PolicyModel
 from trainer.protocols import Algorithm
-from trainer.types import MicroBatch
+from trainer.types import MicroBatch, OldLogprobSource
 
-SUMS = ("loss", "tokens", "entropy", "clipped_low", "clipped_high", "approx_kl", "logprob_difference", "reference_kl")
+SUMS = (
+    *("loss", "tokens", "entropy", "clipped_low", "clipped_high", "approx_kl", "logprob_difference", "reference_kl"),
+    *("rollout_difference", "engine_difference", "weight", "weight_squared", "weight_zero"),
+)
 """What a micro-batch adds to the step's report, in the order of the sums vector; all but the first are unweighted sums over tokens."""
 
 
@@ -28,10 +33,14 @@ class LossTokens:
     """[N]"""
     old_logprobs: Tensor
     """[N] nats"""
+    rollout_logprobs: Tensor
+    """[N] nats"""
     advantages: Tensor
     """[N]"""
     weights: Tensor
     """[N]"""
+    rows: Tensor
+    """[N] row of each token in the micro-batch: which sequence it belongs to."""
 
 
 def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
@@ -47,22 +56,30 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
         positions=tensor(rows * width + columns - 1),
         targets=tensor(micro.token_ids[rows, columns]),
         old_logprobs=tensor(micro.old_logprobs[rows, columns]),
+        rollout_logprobs=tensor(micro.rollout_logprobs[rows, columns]),
         advantages=tensor(micro.advantages[rows]),
         weights=tensor(micro.token_weights[rows]),
+        rows=tensor(rows),
     )
 
 
+_WEIGHTING = (TisConfig, IcePopConfig, MisTokenConfig, MisSequenceConfig)
+"""Corrections whose weight is the ratio itself; the others only keep or drop."""
+
+
 class PolicyLoss:
-    """Surrogate + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
+    """Importance weight x surrogate + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
 
-    def __init__(self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None) -> None:
+    def __init__(self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None, correction: CorrectionConfig) -> None:
         self._config, self._algorithm, self._reference = config, algorithm, reference
+        self._correction = correction
+        self._corrects = not isinstance(correction, NoCorrection) or correction.veto is not None
 
-    def __call__(self, model: PolicyModel, tokens: LossTokens, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource) -> tuple[Tensor, Tensor]:
         """The scalar loss of this micro-batch with its graph, and the float64 vector of `SUMS` without."""
         logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
-        terms = self._algorithm.loss(logprobs, tokens)
-        reference_kl = torch.zeros_like(logprobs)
+        surrogate, importance = self._surrogate(logprobs, tokens, source)
+        terms, reference_kl = surrogate, torch.zeros_like(logprobs)
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(tokens.token_ids, tokens.positions, tokens.targets, temperature)
@@ -72,16 +89,41 @@ class PolicyLoss:
             terms = terms - self._config.entropy_coef * entropies
         loss = torch.dot(terms, tokens.weights)
         with torch.no_grad():
-            return loss, self._sums(loss, logprobs, entropies, reference_kl, tokens)
+            return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens)
 
-    def _sums(self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, tokens: LossTokens) -> Tensor:
+    def _surrogate(self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource) -> tuple[Tensor, Tensor]:
+        """[N] terms of the algorithm times their importance weights, and the weights [N]."""
+        if not self._corrects:
+            return self._algorithm.loss(logprobs, tokens), torch.ones_like(logprobs)
+        # Where a log-prob is not finite the loss is not either, and the step is skipped: its weight does not matter.
+        now = torch.where(torch.isfinite(logprobs.detach()), logprobs.detach(), tokens.rollout_logprobs)
+        decoupled, recomputed = isinstance(self._correction, DecoupledConfig), source is OldLogprobSource.RECOMPUTED
+        # Beside the ratio pi_now / pi_old of the surrogate, the weight is what remains of pi_now / pi_rollout, so that the whole enters once: the engine's part
+        # where old log-probs were recomputed; all of it where the surrogate starts from pi_now.
+        log_ratio = (tokens.old_logprobs if recomputed and not decoupled else now) - tokens.rollout_logprobs
+        from_now = decoupled or (not recomputed and isinstance(self._correction, _WEIGHTING))
+        inputs = CorrectionInputs(
+            log_ratio=log_ratio,
+            rows=tokens.rows,
+            num_rows=tokens.token_ids.shape[0],
+            advantages=tokens.advantages,
+            old_minus_now=tokens.old_logprobs - now,
+        )
+        importance = correction_weights(self._correction, inputs).to(logprobs.dtype)
+        proximal = replace(tokens, old_logprobs=now) if from_now else tokens
+        return importance * self._algorithm.loss(logprobs, proximal), importance
+
+    def _sums(self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, importance: Tensor, tokens: LossTokens) -> Tensor:
         difference = logprobs.detach() - tokens.old_logprobs
         ratio = torch.exp(difference)
         low = (ratio < 1.0 - self._config.clip_low) & (tokens.advantages < 0)
         high = (ratio > 1.0 + self._config.clip_high) & (tokens.advantages > 0)
-        approx_kl = ratio - 1.0 - difference
-        columns = torch.stack((torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), approx_kl, difference.abs(), reference_kl))
-        return torch.cat((loss.detach().reshape(1).double(), columns.detach().double().sum(dim=1)))
+        columns = (
+            *(torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), ratio - 1.0 - difference, difference.abs(), reference_kl),
+            *((logprobs - tokens.rollout_logprobs).abs(), (tokens.old_logprobs - tokens.rollout_logprobs).abs()),
+            *(importance, importance.square(), (importance == 0).to(ratio.dtype)),
+        )
+        return torch.cat((loss.detach().reshape(1).double(), torch.stack(columns).detach().double().sum(dim=1)))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:

@@ -1,6 +1,6 @@
 """One trainer rank: groups in, new weights out.
 
-    payloads -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
+    groups and evidence -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
 
 Every method but `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
 """
@@ -16,14 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.codec import decode
 from rollout.errors import UserError
+from rollout.trajectory import StoredGroups
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
 from trainer.algorithms.registry import build_algorithm
 from trainer.batcher import TrainingBatch, build_batch
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
+from trainer.consistency.config import CorrectionConfig, NoCorrection
+from trainer.consistency.evidence import audited_group
 from trainer.loading import DTYPES, load_policy
 from trainer.model_dir import check_model_dir
 from trainer.optimizer import OptimizerReport, PolicyOptimizer
@@ -32,7 +34,7 @@ from trainer.policy_loss import SUMS, PolicyLoss, loss_tokens
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.sharded_state import load_checkpoint, save_checkpoint
-from trainer.types import AuditedGroup, MicroBatch, StepReport, StepRequest, Verdict
+from trainer.types import MicroBatch, StepReport, StepRequest
 
 if TYPE_CHECKING:
     from trainer.transfer import Transfer
@@ -42,13 +44,23 @@ class PolicyTrainer:
     """One rank of `config.ranks`, in a process of its own."""
 
     def __init__(
-        self, *, model_dir: Path, config: TrainerConfig, weights: WeightsConfig, total_steps: int, seed: int, rank: int, init_method: str
+        self,
+        *,
+        model_dir: Path,
+        config: TrainerConfig,
+        weights: WeightsConfig,
+        total_steps: int,
+        seed: int,
+        rank: int,
+        init_method: str,
+        correction: CorrectionConfig | None = None,
     ) -> None:
         """Join the other ranks and load the model of `model_dir` as version 0.
 
         Args:
             total_steps: where the learning-rate schedule ends.
             init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
+            correction: importance weights in the loss; None leaves them 1.
 
         Raises:
             UserError: the model directory or the placement cannot work.
@@ -62,7 +74,7 @@ class PolicyTrainer:
             self._model, layout = load_policy(model_dir, config, self._ranks)
             reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
             self._algorithm = build_algorithm(config.algorithm)
-            self._loss = PolicyLoss(config.algorithm, self._algorithm, reference)
+            self._loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
             self._optimizer = PolicyOptimizer(self._model.parameters(), config.optimizer, self._ranks, total_steps)
             self._publisher = Publisher(
                 self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
@@ -71,7 +83,7 @@ class PolicyTrainer:
             undo.pop_all()
         self._transfer = _transfer_of(weights, self._ranks, self._publisher)
 
-    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups; every rank gets all and takes its own share.
 
         Raises:
@@ -80,13 +92,12 @@ class PolicyTrainer:
         if self._transfer is not None:
             self._transfer.release()
         clock = _PhaseClock()
-        groups = [decode(payload) for payload in payloads]
+        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
         clock.end("decode")
-        audited = [AuditedGroup(group=group, verdicts=(Verdict.ACCEPT,) * len(group.trajectories)) for group in groups]
-        batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation)
+        batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
         micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
-        sums = self._forward_backward(micro_batches[self._ranks.rank], batch.temperature)
+        sums = self._forward_backward(micro_batches[self._ranks.rank], batch)
         clock.end("forward_backward")
         optimizer = self._optimizer.step(request.policy.version, apply=batch.num_tokens > 0)
         totals = cast(list[float], cast(Any, self._ranks.sum(sums)).tolist())
@@ -154,11 +165,11 @@ class PolicyTrainer:
             self._transfer.close()
         leave_ranks()
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], temperature: float) -> Tensor:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Tensor:
         """Add the gradients of this rank's micro-batches; returns the sums of `SUMS`, float64."""
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._ranks.device)
         for micro in micro_batches:
-            loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), temperature)
+            loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums += added
         return sums
@@ -209,6 +220,12 @@ def _report(
         approx_kl=sums["approx_kl"] / tokens,
         mean_abs_logprob_difference=sums["logprob_difference"] / tokens,
         reference_kl=sums["reference_kl"] / tokens,
+        mean_abs_rollout_difference=sums["rollout_difference"] / tokens,
+        mean_abs_engine_difference=sums["engine_difference"] / tokens,
+        correction_weight_mean=sums["weight"] / tokens,
+        correction_ess=sums["weight"] ** 2 / (tokens * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
+        correction_zero_fraction=sums["weight_zero"] / tokens,
+        old_logprob_source=batch.old_logprob_source,
         advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
         trained_ids=frozenset(sample.trajectory_id for sample in batch.samples),
         masked_ids=batch.masked_ids,

@@ -15,7 +15,7 @@ from rollout.codec import decode
 from rollout.digests import manifest_digest
 from rollout.errors import UserError
 from rollout.manifest import digest_directory, write_manifest
-from rollout.trajectory import Trajectory
+from rollout.trajectory import StoredGroups, Trajectory
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_state, state_bytes
@@ -35,10 +35,10 @@ class ScriptedTrainer:
         self._tensor = np.random.default_rng(seed).standard_normal((vocab_size, 4)).astype(np.float32)
         self._published: WeightManifest | None = None
 
-    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """Decode the groups, count what `PolicyTrainer` would train on, and let the step's time pass."""
         started = time.perf_counter()
-        trajectories = [trajectory for payload in payloads for trajectory in decode(payload).trajectories]
+        trajectories = [trajectory for payload in groups.payloads for trajectory in decode(payload).trajectories]
         kept = {trajectory.trajectory_id: _fresh_tokens(trajectory, request.oldest_version) for trajectory in trajectories}
         decoded = time.perf_counter()
         time.sleep(max(0.0, self._config.scripted_step_s - (decoded - started)))

@@ -6,7 +6,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import TrajectoryGroup
 from rollout.weights import PolicyVersion
 
 
@@ -31,18 +30,6 @@ class OldLogprobSource(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AuditedGroup:
-    """A group with one verdict a trajectory."""
-
-    group: TrajectoryGroup
-    verdicts: tuple[Verdict, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.verdicts) != len(self.group.trajectories):
-            raise ValueError(f"group {self.group.dispatch_id}: {len(self.verdicts)} verdicts for {len(self.group.trajectories)} trajectories")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSample:
     """One trajectory as the loss sees it. Arrays are token-aligned: entry t belongs to token t, whose logits come from position t - 1."""
 
@@ -54,9 +41,13 @@ class TrainingSample:
     old_logprobs: NDArray[np.float32]
     """[T] nats, 0 outside the mask."""
     old_logprob_source: OldLogprobSource
+    rollout_logprobs: NDArray[np.float32]
+    """[T] nats, as the engine logged them; 0 outside the mask."""
     advantage: float
     token_weight: float
     """Weight of each of its terms in the loss: the fixed denominator (1/N or 1/(S n))."""
+    suspects: tuple[int, ...] = ()
+    """Positions that the consistency service found suspect: GradLoc looks there first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +59,8 @@ class MicroBatch:
     loss_mask: NDArray[np.bool_]
     """[B, T]"""
     old_logprobs: NDArray[np.float32]
+    """[B, T]"""
+    rollout_logprobs: NDArray[np.float32]
     """[B, T]"""
     advantages: NDArray[np.float32]
     """[B]"""
@@ -85,6 +78,8 @@ class StepRequest:
     """The policy that the step produces."""
     oldest_version: int
     """Tokens sampled under an older version leave the loss (max_staleness, policy `mask`)."""
+    old_logprobs: OldLogprobSource = OldLogprobSource.ROLLOUT
+    """One source for all samples of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +104,7 @@ class StepReport:
     approx_kl: float
     """Mean k3 of old against new log-probs, nats."""
     mean_abs_logprob_difference: float
-    """Mean |log pi_now - old log-prob| over the loss's tokens, nats."""
+    """Mean |log pi_now - old log-prob| over the loss's tokens, nats: staleness alone where the old log-probs were recomputed, else staleness and engine."""
     reference_kl: float
     """Mean of the configured estimator; 0 without a reference."""
     advantage_std: float
@@ -123,3 +118,14 @@ class StepReport:
     """(phase, seconds): decode, pack, forward_backward, optimizer."""
     skipped: str = ""
     """Reason why no step was applied (non-finite gradient), else empty."""
+    mean_abs_rollout_difference: float = 0.0
+    """Mean |log pi_now - rollout log-prob| over the loss's tokens, nats: |d_total|."""
+    mean_abs_engine_difference: float = 0.0
+    """Mean |old log-prob - rollout log-prob| over the loss's tokens, nats: |d_engine| where the old log-probs were recomputed, else 0."""
+    correction_weight_mean: float = 1.0
+    """Mean importance weight of the loss's tokens, after the correction."""
+    correction_ess: float = 1.0
+    """Effective sample size of these weights, as a fraction of the tokens."""
+    correction_zero_fraction: float = 0.0
+    """Share of the loss's tokens whose weight is 0."""
+    old_logprob_source: OldLogprobSource = OldLogprobSource.ROLLOUT

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
+from builders import build_stored
 from local_fleet import LocalFleet, QuietReporter, inputs_of
 
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.launch import drive
 from orchestrator.run_dir import create_run_dir
-from rollout.codec import encode
 from rollout.dispatch import Dispatch
 from rollout.engines.registry import build_engine
 from rollout.environments.registry import build_envs, build_source
@@ -22,7 +21,7 @@ from rollout.rewards.judging import judge_group
 from rollout.rewards.registry import build_reward
 from rollout.store.reader import open_reader
 from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import Reward, Trajectory
+from rollout.trajectory import Reward, Trajectory, TrajectoryGroup
 from rollout.weights import PolicyVersion
 from trainer.build import TrainerRank, build_trainer
 from trainer.types import StepRequest
@@ -89,7 +88,7 @@ def synchronous(config: RunConfig, tmp_path: Path) -> tuple[str, list[list[int]]
         tag, cursor = await engine.start(manifest), PromptCursor()
         for step in range(1, STEPS + 1):
             prompts, cursor = source.draw(cursor, config.run.batch_groups)
-            payloads: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+            groups: list[TrajectoryGroup] = []
             for number, prompt in enumerate(prompts):
                 dispatch = Dispatch(
                     dispatch_id=f"s{step}-{number}", prompt=prompt, group_size=size, attempt=1, policy=manifest.policy, replica=0, created_at_s=0.0
@@ -97,8 +96,8 @@ def synchronous(config: RunConfig, tmp_path: Path) -> tuple[str, list[list[int]]
                 envs = build_envs(config.environment, prompt, tokenizer, size)
                 group = await run_group(dispatch, engine=engine, envs=envs, score=score, tag=tag, tokenizer=tokenizer, settings=settings)
                 tokens.extend(t.token_ids.tolist() for t in group.trajectories)
-                payloads.append(encode(group).payload)
-            trainer.step(payloads, StepRequest(policy=PolicyVersion(1, step), oldest_version=0))
+                groups.append(group)
+            trainer.step(build_stored(groups), StepRequest(policy=PolicyVersion(1, step), oldest_version=0))
             manifest = trainer.publish(PolicyVersion(1, step), tmp_path / f"plain-{step}")
             assert manifest is not None
             await engine.pause(PauseMode.DRAIN)

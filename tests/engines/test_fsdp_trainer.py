@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 import trainer_scenarios as scenarios
-from builders import build_dispatch, build_group
+from builders import build_dispatch, build_group, build_stored
 from safetensors.torch import load_file, save_file
-from trainer_room import VOCABULARY, payloads, write_model
+from trainer_room import VOCABULARY, stored, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from rollout.codec import encode
 from rollout.errors import UserError
 from rollout.manifest import read_manifest, verify_directory
 from rollout.weights import PolicyVersion
@@ -162,7 +161,7 @@ def test_on_policy_the_ratio_is_one(tmp_path: Path):
         for trajectory in group.trajectories:
             own = np.concatenate(([0.0], trainer.score(trajectory.token_ids))).astype(np.float32)
             trajectory.rollout_logprobs[:] = np.where(trajectory.sampled, own, 0)
-        report = trainer.step([encode(group).payload], StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
+        report = trainer.step(build_stored([group]), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
     assert report.mean_abs_logprob_difference < 1e-6
     assert report.approx_kl < 1e-9
     assert report.clip_fraction_low == report.clip_fraction_high == 0.0
@@ -182,13 +181,13 @@ def test_logprobs_are_taken_at_the_temperature_of_the_samples(tmp_path: Path):
         old = np.where(trajectory.sampled, np.concatenate(([0.0], cooled)), 0).astype(np.float32)
         trajectories.append(replace(trajectory, rollout_logprobs=old, tag=replace(trajectory.tag, temperature=0.5)))
     with trainer_of(tmp_path) as trainer:
-        report = trainer.step([encode(replace(group, trajectories=tuple(trajectories))).payload], StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
+        report = trainer.step(build_stored([replace(group, trajectories=tuple(trajectories))]), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
     assert report.mean_abs_logprob_difference < 1e-5
 
 
 def test_a_report_counts_terms_masks_and_clips(tmp_path: Path):
     with trainer_of(tmp_path) as trainer:
-        report = trainer.step(payloads(lengths=(4, 2), old_logprob=-30.0), StepRequest(policy=PolicyVersion(1, 1), oldest_version=1))
+        report = trainer.step(stored(lengths=(4, 2), old_logprob=-30.0), StepRequest(policy=PolicyVersion(1, 1), oldest_version=1))
     assert report.num_tokens == 3 * 2 + 3 * 1
     assert report.masked_ids == report.trained_ids == {f"d-{group}/{index}" for group in range(2) for index in range(3)}
     # Every ratio is huge; of three rewards 0, 1/3, 2/3 one advantage is positive and one is 0.
@@ -201,7 +200,7 @@ def test_a_report_counts_terms_masks_and_clips(tmp_path: Path):
 def test_a_non_finite_gradient_applies_no_step_and_training_goes_on(tmp_path: Path):
     with trainer_of(tmp_path) as trainer:
         before = trainer.publish(PolicyVersion(1, 0), tmp_path / "w0")
-        report = trainer.step(payloads(old_logprob=-1e4), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
+        report = trainer.step(stored(old_logprob=-1e4), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
         after = trainer.publish(PolicyVersion(1, 1), tmp_path / "w1")
         healthy = scenarios.step(trainer, 1)
     assert before is not None
@@ -217,7 +216,7 @@ def test_a_batch_without_a_term_moves_nothing(tmp_path: Path):
     with trainer_of(tmp_path) as trainer:
         scenarios.step(trainer, 1)  # momentum and weight decay must not act either
         before = trainer.publish(PolicyVersion(1, 1), tmp_path / "w1")
-        report = trainer.step(payloads(), StepRequest(policy=PolicyVersion(1, 2), oldest_version=9))
+        report = trainer.step(stored(), StepRequest(policy=PolicyVersion(1, 2), oldest_version=9))
         after = trainer.publish(PolicyVersion(1, 2), tmp_path / "w2")
     assert before is not None
     assert after is not None

@@ -1,7 +1,7 @@
 """The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever happens to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rollout.errors import ConcordError, DeadlineError, WeightSyncError
 from rollout.generation import GenerationRequest, TokenChunk
 from rollout.protocols import Engine
 from rollout.store.reader import open_reader
+from rollout.trajectory import StoredGroups
 from rollout.weights import ApplyReport, WeightManifest
 from trainer.scripted import ScriptedTrainer
 from trainer.types import StepReport, StepRequest
@@ -33,6 +34,7 @@ def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
         "run": {"dir": str(tmp_path), "name": "run", "steps": 8, "batch_groups": 3, "group_size": 2},
         "engine": {"type": "scripted"},
         "trainer": {"type": "scripted", "checkpoint": {"every_steps": 3}},
+        "consistency": {"mode": "off"},
         "deadlines": {"health_interval_s": 0.02},
     }
     return parse_config(document, "test", overrides)
@@ -300,11 +302,11 @@ class NonFinite(ScriptedTrainer):
         super().__init__(config.trainer)
         self._bad, self._tries = bad, 0
 
-    def step(self, payloads: Sequence[NDArray[np.uint8]], request: StepRequest) -> StepReport:
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         from dataclasses import replace
 
         self._tries += 1
-        report = super().step(payloads, request)
+        report = super().step(groups, request)
         return replace(report, skipped="non-finite gradient") if self._bad(self._tries) else report
 
 

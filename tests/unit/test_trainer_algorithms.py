@@ -27,7 +27,16 @@ def advantages(config: GrpoConfig | RlooConfig, *totals: float) -> NDArray[np.fl
 
 def tokens(old: Tensor, advantage: Tensor) -> LossTokens:
     empty = torch.zeros(0, dtype=torch.int64)
-    return LossTokens(token_ids=empty, positions=empty, targets=empty, old_logprobs=old, advantages=advantage, weights=torch.ones_like(old))
+    return LossTokens(
+        token_ids=empty,
+        positions=empty,
+        targets=empty,
+        old_logprobs=old,
+        rollout_logprobs=old,
+        advantages=advantage,
+        weights=torch.ones_like(old),
+        rows=torch.zeros(old.numel(), dtype=torch.int64),
+    )
 
 
 @pytest.mark.parametrize("name", list(GROUPS))

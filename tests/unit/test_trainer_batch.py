@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import build_dispatch, build_group, build_trajectory
+from builders import build_dispatch, build_evidence, build_group, build_trajectory
 
 from rollout.errors import UserError
 from rollout.trajectory import LogprobSemantics, TrajectoryGroup, VersionSpan
@@ -15,16 +15,17 @@ from rollout.weights import PolicyVersion
 from trainer.algorithms.registry import build_algorithm
 from trainer.batcher import TrainingBatch, build_batch
 from trainer.config import GrpoConfig
+from trainer.consistency.evidence import AuditedGroup
 from trainer.packing import pack
 from trainer.policy_loss import loss_tokens
 from trainer.staleness import summarize_staleness, token_staleness
-from trainer.types import AuditedGroup, OldLogprobSource, Verdict
+from trainer.types import OldLogprobSource, Verdict
 
 V1, V2, V3 = (PolicyVersion(1, version) for version in (1, 2, 3))
 
 
 def audited(group: TrajectoryGroup, *verdicts: Verdict) -> AuditedGroup:
-    return AuditedGroup(group=group, verdicts=verdicts or (Verdict.ACCEPT,) * len(group.trajectories))
+    return AuditedGroup(group=group, evidence=build_evidence(group, verdicts) if verdicts else None)
 
 
 def batch(groups: Sequence[AuditedGroup], oldest: int = 0, aggregation: Any = "token_mean") -> TrainingBatch:
@@ -100,9 +101,35 @@ def test_a_refused_trajectory_leaves_the_loss_but_stays_in_its_groups_baseline(v
     assert part.masked_ids == {"d-0/1"}
 
 
-def test_a_mask_verdict_without_tokens_is_an_error():
-    with pytest.raises(ValueError, match="names no tokens"):
-        batch([audited(build_group(), Verdict.MASK, Verdict.ACCEPT)])
+def test_a_mask_verdict_takes_out_the_tokens_that_it_names():
+    sample, other = batch([audited(build_group(prompt_tokens=4), Verdict.MASK, Verdict.ACCEPT)]).samples
+    assert np.flatnonzero(sample.loss_mask).tolist() == list(range(5, 12))
+    assert np.flatnonzero(other.loss_mask).tolist() == list(range(4, 12))
+    assert sample.token_weight == 1 / 15  # N is counted once, after the verdicts
+
+
+def test_recomputed_old_logprobs_are_those_of_the_evidence():
+    group = build_group(rewards=(1.0, 0.0))
+    built = build_batch(
+        [AuditedGroup(group=group, evidence=build_evidence(group, shift=-0.25))], build_algorithm(GrpoConfig()), 0, "token_mean", OldLogprobSource.RECOMPUTED
+    )
+    for sample, trajectory in zip(built.samples, group.trajectories, strict=True):
+        np.testing.assert_allclose(sample.old_logprobs[trajectory.sampled], trajectory.rollout_logprobs[trajectory.sampled] - 0.25, rtol=1e-6)
+        np.testing.assert_array_equal(sample.rollout_logprobs, trajectory.rollout_logprobs)
+        assert sample.old_logprob_source is OldLogprobSource.RECOMPUTED
+
+
+@pytest.mark.parametrize("scored", [False, None])
+def test_recomputed_old_logprobs_that_are_missing_are_an_error_not_the_rollouts(scored: bool | None):
+    group = build_group()
+    evidence = None if scored is None else build_evidence(group, scored=scored)
+    with pytest.raises(ValueError, match="8 tokens of the loss have no recomputed log-prob"):
+        build_batch([AuditedGroup(group=group, evidence=evidence)], build_algorithm(GrpoConfig()), 0, "token_mean", OldLogprobSource.RECOMPUTED)
+
+
+def test_evidence_about_another_group_is_refused():
+    with pytest.raises(ValueError, match="its evidence is about"):
+        AuditedGroup(group=build_group(build_dispatch(1)), evidence=build_evidence(build_group(build_dispatch(2))))
 
 
 def test_the_batch_takes_the_temperature_of_its_engine_tags():

@@ -8,7 +8,7 @@ from time import monotonic
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from trainer_room import payloads
+from trainer_room import stored
 
 from rollout.digests import manifest_digest
 from rollout.errors import UserError, WeightSyncError
@@ -162,17 +162,17 @@ def test_pruning_keeps_the_newest_and_clears_what_crashes_left(tmp_path: Path):
 
 
 def test_the_scripted_trainer_counts_what_a_trainer_would_train_on():
-    report = scripted().step(payloads(lengths=(4, 2)), StepRequest(policy=V1, oldest_version=1))
+    report = scripted().step(stored(lengths=(4, 2)), StepRequest(policy=V1, oldest_version=1))
     assert report.num_tokens == 3 * 2 + 3 * 1
     assert report.trained_ids == {f"d-{group}/{index}" for group in range(2) for index in range(3)}
     assert report.masked_ids == report.trained_ids
-    old = scripted().step(payloads(lengths=(4, 2)), StepRequest(policy=V1, oldest_version=2))
+    old = scripted().step(stored(lengths=(4, 2)), StepRequest(policy=V1, oldest_version=2))
     assert (old.num_tokens, old.trained_ids) == (0, frozenset())
 
 
 def test_the_scripted_step_takes_its_time():
     begun = monotonic()
-    scripted(0.05).step(payloads(lengths=(4,)), StepRequest(policy=V1, oldest_version=0))
+    scripted(0.05).step(stored(lengths=(4,)), StepRequest(policy=V1, oldest_version=0))
     assert monotonic() - begun >= 0.05
 
 

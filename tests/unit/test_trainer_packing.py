@@ -17,6 +17,7 @@ def sample(index: int, length: int) -> TrainingSample:
         loss_mask=mask,
         old_logprobs=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
         old_logprob_source=OldLogprobSource.ROLLOUT,
+        rollout_logprobs=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
         advantage=float(index),
         token_weight=0.25,
     )
@@ -63,6 +64,7 @@ def test_rows_keep_their_tokens_and_padding_is_outside_the_loss(lengths: list[in
                 source, length = samples[trajectory_id], samples[trajectory_id].token_ids.size
                 np.testing.assert_array_equal(batch.token_ids[row, :length], source.token_ids)
                 np.testing.assert_array_equal(batch.old_logprobs[row, :length], source.old_logprobs)
+                np.testing.assert_array_equal(batch.rollout_logprobs[row, :length], source.rollout_logprobs)
                 np.testing.assert_array_equal(batch.loss_mask[row, :length], source.loss_mask)
                 assert not batch.loss_mask[row, length:].any()
                 assert (batch.advantages[row], batch.token_weights[row]) == (source.advantage, source.token_weight)

@@ -62,7 +62,10 @@ class MisTokenConfig(BandSection):
 
 
 class MisSequenceConfig(BandSection):
-    """Masked importance sampling by sequence: every token weighs the sequence's product of ratios where that is inside the band, else 0; inclusive."""
+    """Masked importance sampling by sequence: every token weighs the sequence's product of ratios where that is inside the band, else 0; inclusive.
+
+    A product grows with length (1.1 a token is 13,780 after 100), so the band suits short answers; `geo_rs` is normalised by length.
+    """
 
     type: Literal["mis_sequence"] = "mis_sequence"
     low: PositiveFloat = 0.5

@@ -11,7 +11,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.codec import decode
 from rollout.errors import ConcordError, boundary
+from rollout.trajectory import TrajectoryGroup
 from rollout.weights import PolicyVersion
 from trainer.types import Verdict
 
@@ -148,6 +150,31 @@ class GroupEvidence:
     trajectories: tuple[TrajectoryEvidence, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AuditedGroup:
+    """A group with what the service found about it; None where it was not scored: then all of it is accepted as logged."""
+
+    group: TrajectoryGroup
+    evidence: GroupEvidence | None = None
+
+    def __post_init__(self) -> None:
+        if self.evidence is None:
+            return
+        audited = [(e.trajectory_id, e.scored.shape) for e in self.evidence.trajectories]
+        wanted = [(t.trajectory_id, t.token_ids.shape) for t in self.group.trajectories]
+        if audited != wanted:
+            raise ValueError(f"group {self.group.dispatch_id}: its evidence is about {audited}; expected {wanted}")
+
+
+def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
+    """A stored group and its newest verdict annotation (empty: not scored), decoded.
+
+    Raises:
+        ConcordError: one of the two is damaged.
+    """
+    return AuditedGroup(group=decode(payload), evidence=decode_evidence(verdict) if verdict else None)
+
+
 def encode_evidence(evidence: GroupEvidence) -> bytes:
     """Magic, length of the JSON header, header, then the float32 log-probs and the bit-packed masks of all trajectories."""
     rows = [_row(trajectory) for trajectory in evidence.trajectories]
@@ -158,8 +185,9 @@ def encode_evidence(evidence: GroupEvidence) -> bytes:
         "trajectories": rows,
     }
     header = json.dumps(document, separators=(",", ":")).encode()
-    columns = [np.concatenate([getattr_array(t) for t in evidence.trajectories]) for getattr_array in (_logprobs, _scored, _masked)]
-    body = columns[0].astype("<f4").tobytes() + np.packbits(columns[1]).tobytes() + np.packbits(columns[2]).tobytes()
+    logprobs = np.concatenate([t.behaviour_logprobs for t in evidence.trajectories]).astype("<f4")
+    scored, masked = (np.packbits(np.concatenate(columns)) for columns in zip(*((t.scored, t.masked) for t in evidence.trajectories), strict=True))
+    body = logprobs.tobytes() + scored.tobytes() + masked.tobytes()
     return _MAGIC + len(header).to_bytes(4, "little") + header + body
 
 
@@ -190,18 +218,6 @@ def decode_evidence(payload: bytes) -> GroupEvidence:
                 _trajectory(row, logprobs[part], scored[part], masked[part]) for row, part in zip(header["trajectories"], slices, strict=True)
             ),
         )
-
-
-def _logprobs(evidence: TrajectoryEvidence) -> NDArray[Any]:
-    return evidence.behaviour_logprobs
-
-
-def _scored(evidence: TrajectoryEvidence) -> NDArray[Any]:
-    return evidence.scored
-
-
-def _masked(evidence: TrajectoryEvidence) -> NDArray[Any]:
-    return evidence.masked
 
 
 def _row(evidence: TrajectoryEvidence) -> dict[str, Any]:
