@@ -18,6 +18,7 @@ from rollout.protocols import EngineLoad, Store
 from rollout.tokenizer_agreement import TokenizerIdentity
 from rollout.trajectory import EngineTag
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+from trainer.consistency.report import AuditContext, AuditReport
 from trainer.types import StepReport, StepRequest
 
 
@@ -120,6 +121,18 @@ class TrainerPort(Protocol):
         ...
 
 
+class AuditorPort(Protocol):
+    """One incarnation of a service actor. Raises ProcessLostError when its process is gone."""
+
+    async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
+        """Score stored groups and keep the evidence with them as annotations of `kind`. Groups that have ended meanwhile are left out of the answer."""
+        ...
+
+    async def kill(self) -> None:
+        """End it; never raises for one that is already gone."""
+        ...
+
+
 class Fleet(Protocol):
     """All actors of a run."""
 
@@ -139,6 +152,10 @@ class Fleet(Protocol):
 
     async def new_worker(self, index: int) -> WorkerPort:
         """A new incarnation of an episode worker, ready for work."""
+        ...
+
+    async def new_auditor(self, index: int) -> AuditorPort:
+        """A new incarnation of a consistency service actor, ready for work."""
         ...
 
     async def processes(self) -> Mapping[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import call, kill
+from actors.consistency_service import ConsistencyActor, RayAuditor
 from actors.engine_actor import MAX_CONCURRENT_CALLS, EngineActor, RayEnginePort
 from actors.episode_actor import EpisodeActor, RayWorkerPort
 from actors.reward_actor import RewardActor
@@ -32,6 +33,7 @@ class RayFleet:
         self.trainer = RayTrainer(self._new_ranks(), self._store_handle)
         self._engines: dict[int, RayEnginePort] = {}
         self._workers: dict[int, RayWorkerPort] = {}
+        self._auditors: dict[int, RayAuditor] = {}
         self._pids: dict[str, tuple[Any, int]] = {}
 
     def _new_ranks(self) -> list[Any]:
@@ -69,6 +71,14 @@ class RayFleet:
         await call(handle.pid.remote(), f"episode worker {index}")
         return self._workers[index]
 
+    async def new_auditor(self, index: int) -> RayAuditor:
+        """A new incarnation of a consistency service actor."""
+        config = self._spec.consistency
+        handle: Any = ConsistencyActor.options(num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0).remote(self._spec, index)
+        self._auditors[index] = RayAuditor(handle, self._store_handle, index)
+        await call(handle.pid.remote(), f"consistency service {index}")
+        return self._auditors[index]
+
     async def processes(self) -> Mapping[str, int]:
         """Process id by actor name; asked once an incarnation."""
         handles: dict[str, Any] = {"store": self._store_handle}
@@ -76,6 +86,7 @@ class RayFleet:
         handles |= {f"trainer-{i}": h for i, h in enumerate(self.trainer.ranks)}
         handles |= {f"engine-{slot}": port.handle for slot, port in self._engines.items()}
         handles |= {f"episodes-{index}": port.handle for index, port in self._workers.items()}
+        handles |= {f"consistency-{index}": port.handle for index, port in self._auditors.items()}
         new = {name: handle for name, handle in handles.items() if self._pids.get(name, (None, 0))[0] is not handle}
         await asyncio.gather(*(self._ask_pid(name, handle) for name, handle in new.items()))
         return {"driver": os.getpid(), **{name: pid for name, (_, pid) in self._pids.items()}}
@@ -101,7 +112,7 @@ class RayFleet:
         async with asyncio.TaskGroup() as group:
             for port in self._engines.values():
                 group.create_task(self._stop(port))
-        for handle in [*(p.handle for p in self._workers.values()), *self._rewards, *self.trainer.ranks]:
+        for handle in [*(p.handle for p in self._workers.values()), *(p.handle for p in self._auditors.values()), *self._rewards, *self.trainer.ranks]:
             kill(handle)
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):

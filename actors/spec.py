@@ -7,6 +7,7 @@ from actors.config import ClusterConfig
 from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
 from rollout.faults.config import FaultsConfig
 from trainer.config import TrainerConfig, WeightsConfig
+from trainer.consistency.config import ConsistencyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,4 +31,6 @@ class FleetSpec:
     trainer: TrainerConfig
     weights: WeightsConfig
     cluster: ClusterConfig
+    consistency: ConsistencyConfig
+    max_staleness: int
     faults: FaultsConfig = field(default_factory=FaultsConfig)

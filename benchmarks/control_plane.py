@@ -37,6 +37,7 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
             "reward.type": "python",
             "reward.function": "bench_rewards:nothing",
             "trainer.type": "scripted",
+            "consistency.mode": "off",
             "trainer.checkpoint.every_steps": 20,
             "store.durability": durability,
             "staleness.max_staleness": 2,

@@ -28,6 +28,7 @@ def case(eta: int, slots: int, sigma: float, bound_s: float, steps: int) -> dict
             "engine.latency_sigma": sigma,
             "engine.latency_mean_s": bound_s * slots / (GROUPS * SIZE),
             "trainer.type": "scripted",
+            "consistency.mode": "off",
             "trainer.scripted_step_s": bound_s,
             "staleness.max_staleness": eta,
         }

@@ -5,7 +5,7 @@ All loops share one book on one event loop; every change of it that other loops 
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from orchestrator.accounts import Accounts
 from orchestrator.consumption import Pool
@@ -32,6 +32,8 @@ class Book:
         self.progress = progress
         self.admit_bell = asyncio.Event()
         self.train_bell = asyncio.Event()
+        self.on_ready: Callable[[Sequence[GroupHeader]], None] = lambda headers: None
+        """Told of every group that becomes ready."""
         self.idle = asyncio.Event()
         """Set while nothing runs and nothing may start (deterministic publications wait for it)."""
         self._deadline_s = store_deadline_s
@@ -80,6 +82,7 @@ class Book:
             self._release(self.pool.running[header.dispatch_id])
             self.accounts.finish(header)
         self.pool.finish(known)
+        self.on_ready(known)
         return [h for h in known if self.is_tainted(h)]
 
     def is_tainted(self, header: GroupHeader) -> bool:

@@ -30,6 +30,7 @@ from rollout.errors import UserError
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
+from trainer.consistency.config import ConsistencyConfig
 
 
 class RunSection(Section):
@@ -104,6 +105,7 @@ class RunConfig(Section):
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
+    consistency: ConsistencyConfig = ConsistencyConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -139,7 +141,16 @@ class RunConfig(Section):
         self._check_gpu_transport()
         self._check_deterministic()
         check_faults(self.faults, self._fault_surroundings())
+        self._check_consistency()
         return self
+
+    def _check_consistency(self) -> None:
+        scripted = [name for name, kind in (("engine", self.engine.type), ("trainer", self.trainer.type)) if kind == "scripted"]
+        if scripted and self.consistency.mode != "off":
+            raise ValueError(
+                f"got consistency.mode = {self.consistency.mode!r} with {scripted[0]}.type = 'scripted', whose log-probs belong to no model; "
+                "set consistency.mode = 'off'"
+            )
 
     def _fault_surroundings(self) -> FaultSurroundings:
         tiny = self.model if isinstance(self.model, TinyModelConfig) else None

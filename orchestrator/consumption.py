@@ -30,6 +30,10 @@ class Pool:
 
     running: dict[str, Dispatch] = field(default_factory=dict[str, Dispatch])
     ready: dict[str, GroupHeader] = field(default_factory=dict[str, GroupHeader])
+    audited: set[str] = field(default_factory=set[str])
+    """Ready groups whose every token the consistency service has scored."""
+    waived: set[str] = field(default_factory=set[str])
+    """Ready groups that may be trained on without."""
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
         """Dispatches that were recorded and handed to a worker."""
@@ -46,6 +50,8 @@ class Pool:
         for dispatch_id in dispatch_ids:
             self.running.pop(dispatch_id, None)
             self.ready.pop(dispatch_id, None)
+            self.audited.discard(dispatch_id)
+            self.waived.discard(dispatch_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,8 @@ class Gate:
     policy: Literal["drop", "mask", "wait"]
     order: Literal["ready", "dispatch"]
     dispatch_window: int = 1
+    audited_only: bool = False
+    """Take only groups that the consistency service has scored (or waived)."""
 
     def select(self, pool: Pool, trainer_version: int, committed_version: int) -> Selection:
         """The batch of step `trainer_version` + 1, whose tokens may be at most eta older than `trainer_version`.
@@ -74,10 +82,12 @@ class Gate:
         stale = tuple(h for h in pool.ready.values() if self._is_stale(h, floor))
         stale_ids = {h.dispatch_id for h in stale}
         fresh = [h for h in pool.ready.values() if h.dispatch_id not in stale_ids]
-        usable = [h for h in fresh if h.newest.version <= committed_version]
+        usable = [h for h in fresh if h.newest.version <= committed_version and self._is_let_through(pool, h)]
         candidates = self._candidates(pool, usable, stale_ids)
         if len(candidates) < self.batch_groups:
             have = f"have {len(candidates)}; {len(pool.running)} running, {len(pool.ready)} ready"
+            if self.audited_only:
+                have += f", of them {len(pool.audited)} scored by the consistency service"
             return Selection(stale=stale, waits_for=f"{self.batch_groups} groups ready in {self.order} order ({have})")
         batch = tuple(candidates[: self.batch_groups])
         late = self._would_become_stale(pool, batch, trainer_version) if self.policy == "wait" else []
@@ -86,6 +96,9 @@ class Gate:
                 stale=stale, waits_for=f"groups {', '.join(late[:4])}, which step {trainer_version + 1} would make older than {self.max_staleness}"
             )
         return Selection(batch=batch, stale=stale)
+
+    def _is_let_through(self, pool: Pool, header: GroupHeader) -> bool:
+        return not self.audited_only or header.dispatch_id in pool.audited or header.dispatch_id in pool.waived
 
     def _is_stale(self, header: GroupHeader, floor: int) -> bool:
         if self.policy == "mask":

@@ -10,12 +10,14 @@ from rich.text import Text
 
 from orchestrator.commands import prepare_model
 from orchestrator.config import RunConfig
+from orchestrator.explain_evidence import evidence_of, show_evidence
 from orchestrator.run_dir import RunDir, open_run_dir
 from rollout.errors import UserError
 from rollout.store.reader import DispatchRecord, StoreReader, open_reader
 from rollout.tokenizer import Tokenizer, load_tokenizer
 from rollout.trajectory import Trajectory, TrajectoryGroup
 from rollout.weights import PolicyVersion
+from trainer.consistency.evidence import TrajectoryEvidence
 
 
 def explain_trajectory(path: Path, wanted: str) -> None:
@@ -38,10 +40,11 @@ def explain_trajectory(path: Path, wanted: str) -> None:
             console.print("no finished group: the store holds no tokens of this dispatch")
             return
         tokenizer = load_tokenizer(_tokenizer_dir(run, config))
-        trained = record.step
+        trained, evidence = record.step, evidence_of(reader, dispatch_id)
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
-                _show_trajectory(console, group, index, tokenizer, trained, tokens=wanted == trajectory.trajectory_id)
+                found = None if evidence is None else evidence.trajectories[index]
+                _show_trajectory(console, group, index, tokenizer, trained, found, tokens=wanted == trajectory.trajectory_id)
     finally:
         reader.close()
 
@@ -78,7 +81,16 @@ def _outcome(record: DispatchRecord) -> str:
     return f"{record.state}({record.reason}) {record.detail}" if record.reason else str(record.state)
 
 
-def _show_trajectory(console: Console, group: TrajectoryGroup, index: int, tokenizer: Tokenizer, trained: PolicyVersion | None, *, tokens: bool) -> None:
+def _show_trajectory(
+    console: Console,
+    group: TrajectoryGroup,
+    index: int,
+    tokenizer: Tokenizer,
+    trained: PolicyVersion | None,
+    evidence: TrajectoryEvidence | None,
+    *,
+    tokens: bool,
+) -> None:
     trajectory, reward = group.trajectories[index], group.rewards[index]
     tag = trajectory.tag
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
@@ -90,6 +102,8 @@ def _show_trajectory(console: Console, group: TrajectoryGroup, index: int, token
         highlight=False,
     )
     console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False)
+    if evidence is not None:
+        show_evidence(console, evidence)
     if not tokens:
         return
     console.print(
@@ -99,20 +113,32 @@ def _show_trajectory(console: Console, group: TrajectoryGroup, index: int, token
         markup=False,
         highlight=False,
     )
-    console.print(_token_table(trajectory, tokenizer, trained))
+    console.print(_token_table(trajectory, tokenizer, trained, evidence))
 
 
-def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None) -> Table:
+def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None, evidence: TrajectoryEvidence | None) -> Table:
     table = Table()
-    for header in ("position", "id", "token", "version", "log-prob (nats)", "staleness when trained"):
+    recomputed = () if evidence is None else ("recomputed", "d_engine")
+    for header in ("position", "id", "token", "version", "log-prob (nats)", *recomputed, "staleness when trained"):
         table.add_column(header, justify="left" if header == "token" else "right")
     versions = trajectory.token_versions()
     for position, token in enumerate(trajectory.token_ids.tolist()):
         text = Text(repr(tokenizer.decode(trajectory.token_ids[position : position + 1], skip_special_tokens=False)))
         if not trajectory.sampled[position]:
-            table.add_row(str(position), str(token), text, "given", "", "")
+            table.add_row(str(position), str(token), text, "given", *("",) * (2 + len(recomputed)))
             continue
         version = int(versions[position])
         age = "" if trained is None else str(trained.version - 1 - version)
-        table.add_row(str(position), str(token), text, str(version), f"{trajectory.rollout_logprobs[position]:.6f}", age)
+        logged = float(trajectory.rollout_logprobs[position])
+        table.add_row(str(position), str(token), text, str(version), f"{logged:.6f}", *_recomputed(evidence, position, logged), age)
     return table
+
+
+def _recomputed(evidence: TrajectoryEvidence | None, position: int, logged: float) -> tuple[str, ...]:
+    """The trainer's log-prob of a token at the version that sampled it, and its distance from the engine's."""
+    if evidence is None:
+        return ()
+    if not evidence.scored[position]:
+        return ("not scored", "")
+    value = float(evidence.behaviour_logprobs[position])
+    return (f"{value:.6f}", f"{value - logged:+.1e}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.ports import Fleet
 from orchestrator.checkpoints import RunCheckpoints, export_model
 from orchestrator.config import RunConfig
+from orchestrator.consistency import Baselines
 from orchestrator.deadlines import Progress, within
 from orchestrator.loop import Loop, Opening
 from orchestrator.memory import PeakMemory
@@ -90,6 +91,8 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) 
         trainer=config.trainer,
         weights=config.weights,
         cluster=config.cluster,
+        consistency=config.consistency,
+        max_staleness=config.staleness.max_staleness,
         faults=config.faults,
     )
     cpus, gpus = totals(resource_plan(config))
@@ -152,6 +155,7 @@ async def drive(
         opening=Opening(recovery=recovery, manifest=manifest),
         checkpoints=checkpoints,
         progress=Progress(asyncio.get_running_loop().time),
+        baselines=None if config.consistency.mode == "off" else Baselines(run.path / "baseline.json"),
     )
     await _end_unconfirmed(loop, recovery)
     checkpoints.in_use = loop.policies_in_use

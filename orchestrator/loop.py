@@ -8,6 +8,8 @@
 * training consumes a batch that the gate lets through; produces a step, its commit record and published weights; waits for ready groups;
   unblocked by collection and by ledger commits.
 * publication consumes the newest weights; produces a committed version; waits for engines.
+* consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that let groups through; waits for
+  the service; unblocked by collection and by ledger commits.
 * supervision checks replicas and restarts what failed.
 
 None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
@@ -23,6 +25,7 @@ from orchestrator.admission import Admission, Window
 from orchestrator.book import Book
 from orchestrator.collection import Collection
 from orchestrator.config import RunConfig
+from orchestrator.consistency import Baselines, Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import Progress, watch_for_stall
 from orchestrator.publication import Publisher
@@ -48,8 +51,18 @@ class Loop:
     """All tasks of one run, on one event loop."""
 
     def __init__(
-        self, *, config: RunConfig, fleet: Fleet, replicas: Replicas, source: PromptSource, opening: Opening, checkpoints: Checkpoints, progress: Progress
+        self,
+        *,
+        config: RunConfig,
+        fleet: Fleet,
+        replicas: Replicas,
+        source: PromptSource,
+        opening: Opening,
+        checkpoints: Checkpoints,
+        progress: Progress,
+        baselines: Baselines | None = None,
     ) -> None:
+        """With `baselines`, the consistency service of the config's mode takes part; without, nothing is scored."""
         staleness, run = config.staleness, config.run
         self._config = config
         self._fleet = fleet
@@ -91,7 +104,9 @@ class Loop:
             policy=staleness.policy,
             order=staleness.order,
             dispatch_window=staleness.dispatch_window,
+            audited_only=baselines is not None and config.consistency.mode == "gate",
         )
+        self.consistency = None if baselines is None else self._consistency(config, baselines, opening)
         self.training = Training(
             trainer=fleet.trainer,
             book=self.book,
@@ -100,9 +115,25 @@ class Loop:
             checkpoints=checkpoints,
             deadlines=config.deadlines,
             start=opening.manifest,
+            consistency=self.consistency,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None
+
+    def _consistency(self, config: RunConfig, baselines: Baselines, opening: Opening) -> Consistency:
+        consistency = Consistency(
+            config=config.consistency,
+            seed=config.run.seed,
+            fleet=self._fleet,
+            book=self.book,
+            replicas=self.replicas,
+            baselines=baselines,
+            ledger=[*(entry.policy for entry in opening.recovery.ledger), opening.manifest.policy],
+            fail_replica=self.supervision.fail,
+        )
+        self.book.on_ready = consistency.take
+        self.supervision.on_tainted = consistency.canary_failed
+        return consistency
 
     def request_stop(self) -> None:
         """Finish the running step, checkpoint, and end."""
@@ -131,6 +162,8 @@ class Loop:
                 self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
                 for index in range(config.episodes.workers):
                     self._spawn(self.collection.run(index), f"collection {index}")
+                if self.consistency is not None:
+                    self._spawn_consistency(self.consistency)
                 try:
                     await self.training.run(config.run.steps, config.trainer.checkpoint.every_steps, self.stop)
                 finally:
@@ -138,6 +171,12 @@ class Loop:
                         task.cancel()
         except* ConcordError as errors:
             raise first_error(errors) from errors
+
+    def _spawn_consistency(self, consistency: Consistency) -> None:
+        for index in range(self._config.consistency.workers):
+            self._spawn(consistency.run(index), f"consistency {index}")
+        if consistency.gates and self._config.consistency.when_behind == "audit":
+            self._spawn(consistency.waive(), "consistency waiver")
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         if self._group is None:
@@ -149,6 +188,8 @@ class Loop:
     async def _committed(self, reports: list[ApplyReport]) -> None:
         self.accounts.weight_updates += 1
         self.accounts.pauses.extend(report.pause_s for report in reports)
+        if self.consistency is not None:
+            self.consistency.committed(self.publisher.committed.policy)
         self.book.ring()
 
     async def _until_idle(self) -> None:

@@ -5,6 +5,7 @@ committed policy; a failing one is killed, its tainted tokens are remembered, an
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ class Replica:
     applied: PolicyVersion | None = None
     """The policy it last answered for; None while it is starting or dead."""
     tolerance_nats: float = 0.0
+    canary_gap_nats: float = 0.0
+    """Of its newest answer to a canary; infinity when it received other bytes than were published, or answered nonsense."""
     assigned: int = 0
     """Groups handed out to it and not yet back."""
     busy_s: float = 0.0
@@ -78,6 +81,7 @@ class Replicas:
         replica.port = await self._fleet.new_engine(replica.slot)
         started = await within(replica.port.start(manifest), self._deadlines.engine_start_s, f"engine replica {replica.slot} to start")
         gap = check_registration(f"engine replica {replica.slot}", manifest, self._expected, started)
+        replica.canary_gap_nats = gap
         if replica.tolerance_nats == 0.0:
             replica.tolerance_nats = 3.0 * max(gap, self._expected.weights.canary_floor_nats)
         replica.tag = started.tag
@@ -107,11 +111,12 @@ class Replicas:
             raise ProcessLostError(f"engine replica {replica.slot} has no process; it is being restarted")
         answer = await within(replica.port.update(manifest, mode), self._deadlines.update_s, f"engine replica {replica.slot} to apply {manifest.policy.key}")
         if answer.report.digest != manifest.digest:
+            replica.canary_gap_nats = math.inf
             raise WeightSyncError(
                 f"engine replica {replica.slot} received bytes with digest {answer.report.digest[:12]}, the trainer published "
                 f"{manifest.digest[:12]} as {manifest.policy.key}"
             )
-        gap = canary_gap(manifest, answer.canary_logprobs)
+        gap = replica.canary_gap_nats = canary_gap(manifest, answer.canary_logprobs)
         if not gap <= replica.tolerance_nats:
             raise WeightSyncError(
                 f"engine replica {replica.slot} answered the canary of {manifest.policy.key} {gap:.3g} nats a token away from the trainer "

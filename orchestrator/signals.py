@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from orchestrator.accounts import Stage
+from orchestrator.consistency_signals import consistency_row, consistency_summary
 from orchestrator.loop import Loop
 from orchestrator.memory import PeakMemory
 from orchestrator.run_dir import RunDir, write_atomic
@@ -38,6 +39,7 @@ class Signals:
         return {
             **self._of_step(done),
             **self._of_loop(),
+            **consistency_row(self._loop.consistency, now - self._begun),
             "wall_seconds": now - self._begun,
             "step_seconds": step_s,
             "tokens_per_second": report.num_tokens / step_s,
@@ -74,6 +76,11 @@ class Signals:
             "grad_norm": report.grad_norm,
             "learning_rate": report.learning_rate,
             "abs_logprob_difference_mean": report.mean_abs_logprob_difference,
+            "abs_rollout_difference_mean": report.mean_abs_rollout_difference,
+            "abs_engine_difference_mean": report.mean_abs_engine_difference,
+            "correction_weight_mean": report.correction_weight_mean,
+            "correction_ess": report.correction_ess,
+            "correction_zero_fraction": report.correction_zero_fraction,
             "token_staleness_mean": facts.staleness_mean,
             "token_staleness_max": facts.staleness_max,
             "mixed_version_trajectories": facts.mixed_fraction,
@@ -138,6 +145,7 @@ class Signals:
             "mean_reward": {stage: sums.reward.value for stage, sums in self._stages().items()},
             "weight_updates": accounts.weight_updates,
             "update_pause_ms": {"p50": float(np.percentile(pauses, 50)), "p99": float(np.percentile(pauses, 99))},
+            "consistency": consistency_summary(loop.consistency),
             "tokens_per_s": accounts.trained_tokens / wall,
             "samples_per_s": accounts.trained_samples / wall,
             "engine_busy": self.engine_busy(),

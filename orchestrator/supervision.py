@@ -1,7 +1,7 @@
 """Replicas are watched and replaced: a failing one is killed, its tainted groups are rejected, and a new incarnation starts."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 from orchestrator.book import Book
 from orchestrator.config import DeadlinesConfig
@@ -24,6 +24,8 @@ class Supervision:
         self._deadlines = deadlines
         self._spawn = spawn
         self.publisher: Publisher | None = None
+        self.on_tainted: Callable[[Replica, PolicyVersion, str], Awaitable[None]] | None = None
+        """Told of a replica that did not take over this policy."""
         self.restarts = 0
 
     async def run(self) -> None:
@@ -39,6 +41,8 @@ class Supervision:
     async def fail(self, replica: Replica, reason: str, suspects: tuple[PolicyVersion, ...] = ()) -> None:
         """Retire the replica's incarnation for `reason` and begin a new one."""
         self.restarts += 1
+        if suspects and self.on_tainted is not None:
+            await self.on_tainted(replica, suspects[-1], reason)
         await self._replicas.retire(replica, suspects)
         await self._book.store.record_event("replica_failed", {"replica": replica.slot, "incarnation": replica.incarnation, "reason": reason})
         tainted = [h for h in self._book.pool.ready.values() if self._book.is_tainted(h)]

@@ -14,6 +14,7 @@ from actors.ports import TrainerPort
 from orchestrator.accounts import StepFacts
 from orchestrator.book import Book
 from orchestrator.config import DeadlinesConfig
+from orchestrator.consistency import Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import within
 from orchestrator.publication import Publisher
@@ -21,7 +22,7 @@ from rollout.dispatch import Ending, RejectReason, StepCommit
 from rollout.errors import ConcordError
 from rollout.trajectory import GroupHeader
 from rollout.weights import PolicyVersion, WeightManifest
-from trainer.types import StepReport, StepRequest
+from trainer.types import OldLogprobSource, StepReport, StepRequest
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Steps in a row that may be skipped as non-finite before the run ends with the reason."""
@@ -58,7 +59,16 @@ class Training:
     """Owns the trainer's version."""
 
     def __init__(
-        self, *, trainer: TrainerPort, book: Book, gate: Gate, publisher: Publisher, checkpoints: Checkpoints, deadlines: DeadlinesConfig, start: WeightManifest
+        self,
+        *,
+        trainer: TrainerPort,
+        book: Book,
+        gate: Gate,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        deadlines: DeadlinesConfig,
+        start: WeightManifest,
+        consistency: Consistency | None = None,
     ) -> None:
         self._trainer = trainer
         self._book = book
@@ -66,6 +76,7 @@ class Training:
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._deadlines = deadlines
+        self._consistency = consistency
         self.policy = start.policy
         self.manifest = start
         self.skipped = 0
@@ -116,7 +127,10 @@ class Training:
 
     async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> StepDone | None:
         book, begun = self._book, time.monotonic()
-        request = StepRequest(policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor())
+        source = OldLogprobSource.ROLLOUT if self._consistency is None else self._consistency.source_of(batch)
+        request = StepRequest(policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor(), old_logprobs=source)
+        if self._consistency is not None:
+            await self._consistency.step_taken(batch, source, request.policy.version)
         ids = [header.dispatch_id for header in batch]
         book.leave(ids)
         report = await within(self._trainer.step(book.epoch, ids, request), self._deadlines.step_s, f"the trainer to finish step {request.policy.version}")

@@ -35,6 +35,10 @@ class RejectReason(StrEnum):
     """It holds tokens that a replica sampled under weights that failed verification."""
     ALL_MASKED = "all_masked"
     """No token of it was left in the loss."""
+    INCONSISTENT = "inconsistent"
+    """The consistency service rejected all of its trajectories: other tokens, or log-probs that cannot be repaired."""
+    QUARANTINED = "quarantined"
+    """The consistency service took it out of training, and kept it with its evidence."""
     NON_FINITE = "non_finite"
     """Its step had a non-finite loss or gradient and was not applied."""
 

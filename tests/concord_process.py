@@ -46,6 +46,8 @@ type = "scripted"
 num_cpus = 0
 [trainer.checkpoint]
 every_steps = 4
+[consistency]
+mode = "off"
 [cluster]
 object_store_gib = 0.1
 [deadlines]

@@ -28,6 +28,8 @@ from rollout.trajectory import EngineTag, Reward, Trajectory
 from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.build import TrainerRank
 from trainer.checkpoints import CheckpointState
+from trainer.consistency.report import AuditContext, AuditReport
+from trainer.consistency.service import Auditor, build_auditor
 from trainer.types import StepReport, StepRequest
 
 EngineWrapper = Callable[[Engine, int], Engine]
@@ -184,7 +186,7 @@ class LocalTrainer:
 
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
         lease = await self._store.lease(trainer_epoch, dispatch_ids)
-        report = await asyncio.to_thread(self.trainer.step, lease.payloads, request)
+        report = await asyncio.to_thread(self.trainer.step, lease, request)
         self.batches.append((request.policy.version, tuple(dispatch_ids)))
         return report
 
@@ -210,6 +212,25 @@ class LocalTrainer:
         return None
 
 
+class LocalAuditor:
+    """The service in this process, over the same store."""
+
+    def __init__(self, auditor: Auditor, store: SqliteStore) -> None:
+        self.auditor = auditor
+        self._store = store
+        self.dead = False
+
+    async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
+        if self.dead:
+            raise ProcessLostError("the service was killed")
+        report, annotations = await asyncio.to_thread(self.auditor.audit, await self._store.fetch(dispatch_ids), context, kind)
+        await self._store.annotate(annotations)
+        return report
+
+    async def kill(self) -> None:
+        self.dead = True
+
+
 class LocalFleet:
     """Implements `actors.ports.Fleet`. `wrap_engine` plants a fault round an engine."""
 
@@ -223,6 +244,10 @@ class LocalFleet:
         self._wrap = wrap_engine
         self.engines: dict[int, LocalEnginePort] = {}
         self.workers: dict[int, LocalWorkerPort] = {}
+        self.auditors: dict[int, LocalAuditor] = {}
+        self.make_auditor: Callable[[], Auditor] = self._real_auditor
+        """A test may put another service in its place."""
+        self._model_dir, self._run_dir = tokenizer_dir, run_dir
 
     async def new_engine(self, slot: int) -> LocalEnginePort:
         config, tokenizer = self._config, load_tokenizer(self.engine_tokenizer_dir)
@@ -260,6 +285,21 @@ class LocalFleet:
         )
         self.workers[index] = LocalWorkerPort(worker)
         return self.workers[index]
+
+    async def new_auditor(self, index: int) -> LocalAuditor:
+        self.auditors[index] = LocalAuditor(self.make_auditor(), self.store)
+        return self.auditors[index]
+
+    def _real_auditor(self) -> Auditor:
+        config = self._config
+        return build_auditor(
+            model_dir=self._model_dir,
+            weights_dir=self._run_dir / "weights",
+            config=config.consistency,
+            trainer=config.trainer,
+            max_staleness=config.staleness.max_staleness,
+            deterministic=config.run.deterministic,
+        )
 
     async def processes(self) -> Mapping[str, int]:
         return {}

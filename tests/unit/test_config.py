@@ -70,7 +70,7 @@ def test_a_config_survives_its_own_json() -> None:
 
 def test_the_plan_counts_every_replica_and_rank() -> None:
     config = parse("engine.type=torch", "engine.replicas=2", "trainer.ranks=2", "trainer.num_gpus=1")
-    assert totals(resource_plan(config)) == (4.0, 2.0)
+    assert totals(resource_plan(config)) == (5.0, 2.0)  # the consistency service is one of them
 
 
 def test_capacity_does_not_depend_on_the_number_of_trainer_ranks() -> None:

@@ -155,6 +155,7 @@ class Case:
             "run": {"dir": str(tmp_path), "name": "run", "steps": 12, "batch_groups": 3, "group_size": 2},
             "engine": {"type": "scripted"},
             "trainer": {"type": "scripted"},
+            "consistency": {"mode": "off"},
             "deadlines": {"health_interval_s": 0.02},
         }
         self.config: RunConfig = parse_config(document, "test", overrides)

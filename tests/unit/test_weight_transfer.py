@@ -35,8 +35,8 @@ from trainer.transfer import Transfer as RankTransfer
 MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
 DEADLINE_S = 20.0
 ENTRIES = tuple(TensorEntry(name=name, dtype="F32", shape=(1,), sha256="0" * 64) for name in ("a", "b", "c"))
-ORDER = {"c": 0, "a": 1, "b": 2}
 TOKENIZER = TokenizerIdentity(fingerprint_fields={"vocab": "0" * 64}, probes={})
+ORDER = {"c": 0, "a": 1, "b": 2}
 
 
 def manifest(version: int, transport: Transport = Transport.DISK, location: str = "/run/weights") -> WeightManifest:
@@ -220,6 +220,7 @@ def test_no_step_begins_while_an_engine_takes_weights_from_the_trainer(tmp_path:
         "run": {"dir": str(tmp_path), "name": "run", "steps": 4, "batch_groups": 2, "group_size": 2},
         "engine": {"type": "scripted", "replicas": 2},
         "trainer": {"type": "scripted"},
+        "consistency": {"mode": "off"},
     }
     disk = parse_config(document, "test")
     config = disk.model_copy(update={"weights": disk.weights.model_copy(update={"transport": "nccl"})})  # past the check for GPUs

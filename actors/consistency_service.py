@@ -1,0 +1,57 @@
+"""The consistency service in actors of its own, and their port for the driver. Groups come from the store and evidence goes back to it past the driver."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from actors.calls import call, kill
+from actors.process import enter_process
+from actors.spec import FleetSpec
+from rollout.trajectory import Annotation, StoredGroups
+from trainer.consistency.report import AuditContext, AuditReport
+
+
+@ray.remote
+class ConsistencyActor:
+    """Serves one `Auditor`, a batch after the other."""
+
+    def __init__(self, spec: FleetSpec, index: int) -> None:
+        enter_process(f"consistency-{index}", spec.run_dir)
+        from trainer.consistency.service import build_auditor
+
+        self._auditor = build_auditor(
+            model_dir=spec.model_dir,
+            weights_dir=spec.run_dir / "weights",
+            config=spec.consistency,
+            trainer=spec.trainer,
+            max_staleness=spec.max_staleness,
+            deterministic=spec.deterministic,
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+        """Two answers: the report for the driver, the evidence for the store."""
+        return self._auditor.audit(groups, context, kind)
+
+
+class RayAuditor:
+    """Implements `actors.ports.AuditorPort` for one incarnation."""
+
+    def __init__(self, handle: Any, store: Any, index: int) -> None:
+        self.handle = handle
+        self._store = store
+        self._name = f"consistency service {index}"
+
+    async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
+        groups = self._store.fetch.remote(dispatch_ids)
+        report, annotations = self.handle.audit.options(num_returns=2).remote(groups, context, kind)
+        answer: AuditReport = await call(report, self._name)
+        await call(self._store.annotate.remote(annotations), "the store")
+        return answer
+
+    async def kill(self) -> None:
+        kill(self.handle)

@@ -1,0 +1,36 @@
+"""A scorer that needs no model: it answers with the log plus what a test says."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.trajectory import Trajectory
+from trainer.consistency.config import ConsistencyConfig
+from trainer.consistency.protocols import ScoreOptions
+from trainer.consistency.service import Auditor
+from trainer.model_dir import ModelFacts
+
+
+class ScriptedScorer:
+    """Scores every sampled token as logged, plus `shift(trajectory, options)` nats; NaN is a version that is not held."""
+
+    def __init__(self, shift: Callable[[Trajectory, ScoreOptions], float] = lambda trajectory, options: 0.0) -> None:
+        self._shift = shift
+        self.held: dict[str, str] = {"v0": ""}
+        self.held_bytes = 0
+        self.asked: list[ScoreOptions] = []
+
+    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
+        self.asked.append(options)
+        return [
+            np.where(t.sampled, t.rollout_logprobs + np.float32(self._shift(t, options)), np.float32(0)).astype(np.float32) for t in trajectories
+        ]
+
+
+def scripted_auditor(config: ConsistencyConfig, scorer: ScriptedScorer | None = None, vocab_size: int = 32) -> Auditor:
+    """An auditor over a scripted scorer, for a dense model."""
+    facts = ModelFacts(
+        architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=False, tied=False, num_parameters=1, weight_bytes=4
+    )
+    return Auditor(scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False)

@@ -1,0 +1,84 @@
+"""What passes between the driver and the service: who is asked about, and what came out, in ids and numbers, never tokens. Torch-free."""
+
+from dataclasses import dataclass
+
+from rollout.weights import PolicyVersion
+from trainer.consistency.evidence import Attribution, Finding
+from trainer.consistency.precision import GapBaseline
+from trainer.types import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What the driver knows of a replica and the service cannot see."""
+
+    replica: int
+    canary_gap: float
+    """Of its newest answer, mean |log-prob difference| in nats."""
+    canary_tolerance: float
+    """Above it the canary has failed."""
+    baseline: GapBaseline | None
+    """Its own gap when the run began; None: not measured yet, so the next audit of it is the measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditContext:
+    """What the service is told with a batch of groups."""
+
+    committed: frozenset[PolicyVersion]
+    """Those policies of the groups that the ledger has committed."""
+    replicas: tuple[ReplicaFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupVerdict:
+    """One audited group."""
+
+    dispatch_id: str
+    replica: int
+    verdicts: tuple[Verdict, ...]
+    """One a trajectory."""
+    reasons: tuple[str, ...]
+    """Codes of what failed, once each."""
+    complete: bool
+    """Every sampled token was scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaGap:
+    """One replica in one batch: how far its log-probs are from the trainer's, and why."""
+
+    replica: int
+    newest: PolicyVersion
+    """Newest policy among its tokens."""
+    engine: str
+    num_tokens: int
+    """Scored tokens."""
+    mean_abs: float
+    """Mean |d_engine|, nats."""
+    max_abs: float
+    """Nats."""
+    k3: float
+    """Mean k3 of d_engine, nats: KL(rollout || trainer)."""
+    ess: float
+    """Effective sample size of the raw ratios, as a fraction."""
+    outside_factor_two: float
+    """Share of tokens whose ratio or its inverse is above 2: F(2)."""
+    findings: tuple[Finding, ...]
+    """Of all its trajectories, without repeats of one code."""
+    attribution: Attribution | None
+    """None while the gap is within limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """The answer to one batch."""
+
+    groups: tuple[GroupVerdict, ...]
+    gaps: tuple[ReplicaGap, ...]
+    scored_tokens: int
+    """Tokens that went through the model, what-if questions included."""
+    seconds: float
+    held_versions: int
+    held_bytes: int
+    """Weights in the service's memory."""

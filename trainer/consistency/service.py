@@ -1,0 +1,262 @@
+"""One batch of stored groups becomes evidence: decode -> structure and versions -> scores -> gap and attribution a replica -> verdict a trajectory.
+
+Owns that order. It runs inside a service actor and must never know actors, the loop or the store: groups come in encoded, evidence goes out as annotations.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.codec import decode
+from rollout.tokenizer import load_tokenizer
+from rollout.trajectory import Annotation, StoredGroups, Trajectory, TrajectoryGroup
+from rollout.weights import PolicyVersion
+from trainer.config import TrainerConfig
+from trainer.consistency.attribution import AttributionFacts, attribute
+from trainer.consistency.config import ConsistencyConfig, GapLimits
+from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, encode_evidence
+from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
+from trainer.consistency.protocols import Rescorer, ScoreOptions
+from trainer.consistency.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
+from trainer.consistency.structure import check_trajectory
+from trainer.consistency.verdicts import Decision, decide
+from trainer.consistency.versions_agreement import check_versions
+from trainer.model_dir import ModelFacts, check_model_dir
+
+Scores = list[NDArray[np.float32]]
+
+
+class ServiceScorer(Rescorer, Protocol):
+    """A rescorer that says what it holds."""
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Key of each version in memory -> digest."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all held weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scored:
+    """One trajectory with its scores."""
+
+    trajectory: Trajectory
+    findings: tuple[Finding, ...]
+    scores: NDArray[np.float32]
+    """[T] nats, NaN where it could not be scored."""
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """[T] sampled and scored."""
+        return self.trajectory.sampled & np.isfinite(self.scores)
+
+
+class _Counted:
+    """A rescorer that counts the tokens it was asked for."""
+
+    def __init__(self, scorer: Rescorer) -> None:
+        self._scorer = scorer
+        self.tokens = 0
+
+    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> Scores:
+        self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
+        return self._scorer.score(trajectories, options)
+
+
+class Auditor:
+    """Scores and judges. One lives as long as its actor."""
+
+    def __init__(self, scorer: ServiceScorer, config: ConsistencyConfig, model: ModelFacts, *, bos_id: int | None, deterministic: bool) -> None:
+        self._scorer, self._config, self._model, self._bos_id, self._deterministic = scorer, config, model, bos_id, deterministic
+
+    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+        """The report for the driver, and the evidence of every group as an annotation of `kind`.
+
+        Raises:
+            ConcordError: a group's bytes are damaged.
+        """
+        begun = time.perf_counter()
+        counted = _Counted(self._scorer)
+        decoded = [decode(payload) for payload in groups.payloads]
+        scored = self._score(decoded, context, counted)
+        facts = {each.replica: each for each in context.replicas}
+        gaps = [self._gap(facts[replica], mine, counted) for replica, mine in _by_replica(scored).items()]
+        attributions = {gap.replica: gap.attribution for gap in gaps}
+        evidence = self._evidence(decoded, scored, attributions)
+        report = AuditReport(
+            groups=tuple(_verdict(each) for each in evidence),
+            gaps=tuple(gaps),
+            scored_tokens=counted.tokens,
+            seconds=time.perf_counter() - begun,
+            held_versions=len(self._scorer.held),
+            held_bytes=self._scorer.held_bytes,
+        )
+        return report, tuple(Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence)
+
+    def _score(self, groups: Sequence[TrajectoryGroup], context: AuditContext, scorer: Rescorer) -> list[_Scored]:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        newest = max(context.committed, default=None)
+        scores = scorer.score(trajectories, ScoreOptions())
+        return [
+            _Scored(trajectory=trajectory, findings=self._check(trajectory, context.committed, newest), scores=values)
+            for trajectory, values in zip(trajectories, scores, strict=True)
+        ]
+
+    def _check(self, trajectory: Trajectory, committed: frozenset[PolicyVersion], newest: PolicyVersion | None) -> tuple[Finding, ...]:
+        structure = check_trajectory(trajectory, self._model.vocab_size, self._bos_id)
+        if newest is None:
+            return (*structure, *check_versions(trajectory, known=(), committed=trajectory.version_spans[0].policy))
+        return (*structure, *check_versions(trajectory, known=committed, committed=newest))
+
+    def _limits(self, trajectory: Trajectory) -> GapLimits:
+        tag = trajectory.tag
+        return self._config.limits or default_limits(tag.weights_dtype, tag.quantization, self._model.is_moe, self._deterministic)
+
+    def _gap(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer) -> ReplicaGap:
+        """One replica's gap over all its trajectories of the batch, and its attribution when it is out of bounds."""
+        limits, summary = self._limits(scored[0].trajectory), _summary(scored)
+        findings = [*(finding for each in scored for finding in each.findings), *check_gap(summary, limits, facts.baseline)]
+        attribution = None
+        broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in findings)
+        if summary.num_tokens and (broken or summary.mean_abs > gap_floor(limits, facts.baseline) or any(f.code == "gap_tail" for f in findings)):
+            attribution = self._attribute(facts, scored, scorer, limits)
+        d = np.concatenate([(each.scores - each.trajectory.rollout_logprobs)[each.mask] for each in scored])
+        return ReplicaGap(
+            replica=facts.replica,
+            newest=max(span.policy for each in scored for span in each.trajectory.version_spans),
+            engine=scored[0].trajectory.tag.engine,
+            num_tokens=summary.num_tokens,
+            mean_abs=summary.mean_abs,
+            max_abs=float(np.abs(d).max()) if d.size else 0.0,
+            k3=summary.k3,
+            ess=summary.ess,
+            outside_factor_two=summary.f2,
+            findings=tuple({finding.code: finding for finding in reversed(findings)}.values()),
+            attribution=attribution,
+        )
+
+    def _attribute(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits) -> Attribution | None:
+        """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few must not drown in the rest."""
+        worst = [each for each in scored if any(f.severity is Severity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None)))]
+        asked = worst or list(scored)
+        known = AttributionFacts(
+            structure=tuple(finding for each in asked for finding in each.findings),
+            canary_gap=facts.canary_gap,
+            canary_tolerance=facts.canary_tolerance,
+            baseline=facts.baseline,
+        )
+        behaviour = [np.where(np.isfinite(each.scores), each.scores, np.float32(np.nan)) for each in asked]
+        return attribute([each.trajectory for each in asked], known, scorer, limits, max_tokens=self._config.batch_tokens, behaviour=behaviour)
+
+    def _evidence(
+        self, groups: Sequence[TrajectoryGroup], scored: Sequence[_Scored], attributions: dict[int, Attribution | None]
+    ) -> list[GroupEvidence]:
+        remaining = iter(scored)
+        evidence: list[GroupEvidence] = []
+        for group in groups:
+            mine = [next(remaining) for _ in group.trajectories]
+            replica = group.trajectories[0].tag.replica
+            evidence.append(
+                GroupEvidence(
+                    dispatch_id=group.dispatch_id,
+                    replica=replica,
+                    policies=tuple(sorted({span.policy for each in mine for span in each.trajectory.version_spans})),
+                    trajectories=tuple(self._judge(each, attributions.get(replica)) for each in mine),
+                )
+            )
+        return evidence
+
+    def _judge(self, scored: _Scored, attribution: Attribution | None) -> TrajectoryEvidence:
+        trajectory, limits = scored.trajectory, self._limits(scored.trajectory)
+        gap_findings = check_gap(_summary([scored]), limits, None)
+        decision: Decision = decide(
+            scored.findings, gap_findings, self._config.on_fail, _token_gaps(scored), token_bound=limits.mean_abs_fail
+        )
+        blamed = any(finding.severity is Severity.FAIL for finding in decision.findings)
+        return TrajectoryEvidence(
+            trajectory_id=trajectory.trajectory_id,
+            scored=scored.mask,
+            behaviour_logprobs=np.where(scored.mask, scored.scores, np.float32(0)),
+            verdict=decision.verdict,
+            masked=decision.masked,
+            findings=tuple(_without_long_positions(finding) for finding in decision.findings),
+            attribution=attribution if blamed else None,
+            suspects=decision.suspects,
+        )
+
+
+def build_auditor(
+    *, model_dir: Path, weights_dir: Path, config: ConsistencyConfig, trainer: TrainerConfig, max_staleness: int, deterministic: bool
+) -> Auditor:
+    """The service of a run: the trainer's model and numerics, version 0 loaded.
+
+    Raises:
+        UserError: the model directory cannot be loaded, or there is no GPU where the config asks for one.
+    """
+    import torch
+
+    from trainer.consistency.scorer import Scorer
+
+    torch.set_num_threads(config.threads)
+    facts = check_model_dir(model_dir)
+    scorer = Scorer(
+        model_dir=model_dir,
+        weights_dir=weights_dir,
+        dtype=trainer.dtype,
+        chunk_tokens=trainer.logprob_chunk_tokens,
+        batch_tokens=config.batch_tokens,
+        max_versions=config.max_versions or max_staleness + 2,
+        device=torch.device("cuda" if config.num_gpus else "cpu"),
+    )
+    return Auditor(scorer, config, facts, bos_id=load_tokenizer(model_dir).bos_id, deterministic=deterministic)
+
+
+def _by_replica(scored: Sequence[_Scored]) -> dict[int, list[_Scored]]:
+    found: dict[int, list[_Scored]] = {}
+    for each in scored:
+        found.setdefault(each.trajectory.tag.replica, []).append(each)
+    return found
+
+
+def _summary(scored: Sequence[_Scored]) -> GapSummary:
+    """Over sampled tokens that were scored; one that the recomputed distribution excludes (-inf) counts."""
+    masks = [each.trajectory.sampled & ~np.isnan(each.scores) for each in scored]
+    return gap_summary([each.scores for each in scored], [each.trajectory.rollout_logprobs for each in scored], masks)
+
+
+def _token_gaps(scored: _Scored) -> NDArray[np.float32]:
+    """[T] |d| in nats, 0 where not sampled, NaN where sampled and not scored. Nothing predicts the first token, so nothing is missing there."""
+    gaps = np.abs(np.where(scored.trajectory.sampled, scored.scores - scored.trajectory.rollout_logprobs, np.float32(0)))
+    gaps[0] = 0.0
+    return gaps
+
+
+def _without_long_positions(finding: Finding) -> Finding:
+    """Evidence names the first positions only: a finding about a whole trajectory need not list it."""
+    return replace(finding, positions=finding.positions[:_MAX_POSITIONS]) if len(finding.positions) > _MAX_POSITIONS else finding
+
+
+_MAX_POSITIONS = 16
+_UNSCORED = ("nothing_scored", "tokens_not_scored")
+"""Codes of tokens that have no score."""
+
+
+def _verdict(evidence: GroupEvidence) -> GroupVerdict:
+    trajectories = evidence.trajectories
+    open_questions = any(f.code in _UNSCORED for t in trajectories for f in t.findings)
+    return GroupVerdict(
+        dispatch_id=evidence.dispatch_id,
+        replica=evidence.replica,
+        verdicts=tuple(trajectory.verdict for trajectory in trajectories),
+        reasons=tuple(dict.fromkeys(reason for trajectory in trajectories for reason in trajectory.reasons)),
+        complete=not open_questions,
+    )
