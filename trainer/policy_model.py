@@ -8,6 +8,7 @@ from torch.utils import checkpoint
 
 from rollout.errors import UserError
 from trainer.logprobs import chunked_logprobs
+from trainer.routing_replay import same_replay_again
 
 _HEAD_TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
@@ -101,6 +102,6 @@ def _checkpoint_block(block: nn.Module) -> None:
     forward = block.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return cast(Any, checkpoint).checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return cast(Any, checkpoint).checkpoint(forward, *args, use_reentrant=False, context_fn=same_replay_again, **kwargs)
 
     block.forward = recomputed
