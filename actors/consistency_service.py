@@ -26,6 +26,7 @@ class ConsistencyActor:
             weights_dir=spec.run_dir / "weights",
             config=spec.consistency,
             trainer=spec.trainer,
+            environment=spec.environment,
             max_staleness=spec.max_staleness,
             deterministic=spec.deterministic,
         )

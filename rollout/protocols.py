@@ -182,7 +182,7 @@ class Store(Protocol):
         ...
 
     async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
-        """A look at encoded groups, in whatever state; those that have ended meanwhile are left out."""
+        """A look at encoded groups with their prompts, in whatever state; those that have ended meanwhile are left out."""
         ...
 
     async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:

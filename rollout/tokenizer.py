@@ -105,6 +105,11 @@ class HuggingFaceTokenizer:
         """Whether `render_chat` can be called."""
         return self._chat_template is not None
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that structure a text and are no text themselves."""
+        return frozenset(token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] ids of raw text, with the special tokens that the post-processor of tokenizer.json adds; as in transformers, it outranks `add_bos_token`."""
         return np.array(self._backend.encode(text, add_special_tokens=True).ids, dtype=np.int32)

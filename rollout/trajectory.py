@@ -6,6 +6,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.prompts import Prompt
 from rollout.weights import PolicyVersion
 from rollout.wire import wired
 
@@ -225,6 +226,8 @@ class StoredGroups:
     payloads: tuple[NDArray[np.uint8], ...]
     verdicts: tuple[bytes, ...]
     """The newest `verdict` annotation of each, empty where there is none."""
+    prompts: tuple[Prompt, ...] = ()
+    """What each was asked; given to the consistency service only."""
 
 
 @wired

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollout.trajectory import Trajectory
 from trainer.consistency.config import ConsistencyConfig
 from trainer.consistency.protocols import ScoreOptions
-from trainer.consistency.service import Auditor
+from trainer.consistency.service import Auditor, PromptReader
 from trainer.model_dir import ModelFacts
 
 
@@ -28,9 +28,11 @@ class ScriptedScorer:
         ]
 
 
-def scripted_auditor(config: ConsistencyConfig, scorer: ScriptedScorer | None = None, vocab_size: int = 32) -> Auditor:
+def scripted_auditor(
+    config: ConsistencyConfig, scorer: ScriptedScorer | None = None, vocab_size: int = 32, prompts: PromptReader | None = None
+) -> Auditor:
     """An auditor over a scripted scorer, for a dense model."""
     facts = ModelFacts(
         architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=False, tied=False, num_parameters=1, weight_bytes=4
     )
-    return Auditor(scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False)
+    return Auditor(scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False, prompts=prompts)

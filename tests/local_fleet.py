@@ -297,6 +297,7 @@ class LocalFleet:
             weights_dir=self._run_dir / "weights",
             config=config.consistency,
             trainer=config.trainer,
+            environment=config.environment,
             max_staleness=config.staleness.max_staleness,
             deterministic=config.run.deterministic,
         )

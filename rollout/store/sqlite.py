@@ -1,6 +1,7 @@
 """The store of a run: `rollout.protocols.Store` over one run directory. It lives alone in its process; the work is synchronous and short."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rollout.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
@@ -66,7 +67,8 @@ class SqliteStore:
 
     async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("fetch") as work:
-            return self._groups(work, transitions.with_groups(work, dispatch_ids))
+            rows = transitions.with_groups(work, dispatch_ids)
+            return replace(self._groups(work, rows), prompts=transitions.prompts(work, rows))
 
     async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("lease", trainer_epoch) as work:

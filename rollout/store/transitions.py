@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rollout.dispatch import Dispatch, DispatchState, Ending, FailReason, LedgerEntry, Readmission, StepCommit
 from rollout.errors import StoreError
-from rollout.prompts import PromptCursor
+from rollout.prompts import Prompt, PromptCursor
 from rollout.store.database import Row, Transaction, require
 from rollout.store.journal import EventKind
 from rollout.store.records import DISPATCH_COLUMNS, compact_json, dispatch_columns, prompt_of
@@ -77,6 +77,14 @@ def with_groups(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     found = work.rows(dispatch_ids)
     held = (DispatchState.READY, DispatchState.AUDITED, DispatchState.LEASED)
     return [row for i in dispatch_ids if (row := found.get(i)) is not None and row.state in held]
+
+
+def prompts(work: Transaction, rows: Sequence[Row]) -> tuple[Prompt, ...]:
+    """What each row was asked."""
+    sequences = compact_json([row.sequence for row in rows])
+    sql = "SELECT sequence, prompt FROM dispatches WHERE sequence IN (SELECT value FROM json_each(?))"
+    texts: dict[int, str] = dict(work.connection.execute(sql, (sequences,)))
+    return tuple(prompt_of(texts[row.sequence]) for row in rows)
 
 
 def verdicts(work: Transaction, rows: Sequence[Row]) -> tuple[bytes, ...]:

@@ -348,3 +348,16 @@ def test_trajectories_of_two_replicas_are_two_inquiries():
         attribute([trajectory(), trajectory(replica=1)], AttributionFacts(), TableRescorer({AS_LOGGED: 0.2}), LIMITS)
     with pytest.raises(ValueError, match="expected some"):
         attribute([], AttributionFacts(), TableRescorer({AS_LOGGED: 0.2}), LIMITS)
+
+
+@pytest.mark.parametrize("top_p", [0.95, 0.9, 0.8, 0.99])
+def test_an_engine_that_truncates_without_saying_so_logs_another_distribution(top_p: float):
+    found = ask(TableRescorer({AS_LOGGED: -0.1, ScoreOptions(top_p=top_p): -0.01, ScoreOptions(dtype="bfloat16"): -0.02}))
+    assert parts(found) == {Cause.LOGPROB_SEMANTICS: 0.09}
+
+
+@pytest.mark.parametrize(("gap", "tag"), [(-0.1, {"top_p": 0.9}), (0.1, {})])
+def test_neither_a_declared_truncation_nor_tokens_logged_as_less_likely_ask_about_an_undeclared_one(gap: float, tag: dict[str, Any]):
+    rescorer = TableRescorer({AS_LOGGED: gap})
+    ask(rescorer, trajectory(**tag))
+    assert not any(options.top_p for options in rescorer.asked)

@@ -13,6 +13,7 @@ from trainer.consistency.config import ConsistencyConfig
 from trainer.consistency.evidence import Cause, GroupEvidence, decode_evidence
 from trainer.consistency.precision import GapBaseline
 from trainer.consistency.report import AuditContext, AuditReport, ReplicaFacts
+from trainer.consistency.service import PromptReader
 from trainer.types import Verdict
 
 V1 = PolicyVersion(1, 1)
@@ -102,3 +103,15 @@ def test_a_gap_within_the_ceiling_but_far_above_the_replicas_own_is_attributed_a
     assert set(report.groups[0].verdicts) == {Verdict.ACCEPT}
     assert "gap_above_baseline" in {finding.code for finding in report.gaps[0].findings}
     assert report.gaps[0].attribution is not None
+
+
+def test_a_prompt_that_was_encoded_otherwise_is_rejected_and_blamed_on_the_tokenizer():
+    group = build_group(prompt_tokens=4)
+    reader = PromptReader(read=lambda prompt: np.concatenate([group.trajectories[0].token_ids[:4], np.array([7], dtype=np.int32)]), special_ids=frozenset())
+    groups = replace(build_stored([group]), prompts=(build_dispatch().prompt,))
+    auditor = scripted_auditor(ConsistencyConfig(), prompts=reader)
+    report, _ = auditor.audit(groups, AuditContext(committed=frozenset((BASE,)), replicas=(facts(),)), "verdict")
+    assert set(report.groups[0].verdicts) == {Verdict.REJECT}
+    assert any(reason.startswith("drift_") for reason in report.groups[0].reasons)
+    attribution = report.gaps[0].attribution
+    assert attribution is not None and attribution.first is Cause.TOKENIZER

@@ -31,6 +31,8 @@ KEPT_SHARE = 0.1
 """Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
 ROUNDED_SHARE = 0.99
 """Of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of two grid points may round the other way."""
+RAISED_SHARE = 0.95
+"""Of the tokens must be logged as likelier before an undeclared truncation is asked about."""
 ROUNDED_NATS = 1e-7
 """Exact agreement in float32."""
 BOUNDARY_FACTOR = 2.0
@@ -38,6 +40,8 @@ BOUNDARY_FACTOR = 2.0
 EXCLUDED_NATS = 30.0
 """Counted as the |d| of a token that the recomputed distribution excludes (log-prob -inf), so that means stay finite."""
 VERSION_OFFSETS = (-1, 1, -2, 2)
+UNDECLARED_TOP_P = (0.95, 0.9, 0.8, 0.99)
+"""Nuclei that are in use; an engine that truncates without saying so does it at one of them."""
 DEFAULT_MAX_TOKENS = 16384
 _DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 
@@ -114,6 +118,11 @@ class _Inquiry:
                 break
         return best
 
+    def raised(self) -> bool:
+        """Whether next to all tokens are logged as likelier than they are: truncation leaves the kept tokens more of the mass."""
+        above = self._log.astype(np.float64) - self.now.values.astype(np.float64) > -ROUNDED_NATS
+        return bool(above.mean() >= RAISED_SHARE)
+
     def keep(self, cause: Cause, answer: _Answer | None, share: float) -> bool:
         """Accept an answer that closes at least this share of the whole gap; later questions are asked under its options."""
         if answer is None or not self.explain(cause, self.closes(answer), share):
@@ -155,7 +164,7 @@ def attribute(
     Args:
         trajectories: of one replica. Only the first ones with at most `max_tokens` tokens together are looked at, whole, but always the first.
         facts: what is known beside the log-probs.
-        rescorer: answers what-if questions; it is asked at most 11 times, and once more without `behaviour`.
+        rescorer: answers what-if questions; it is asked at most 15 times, and once more without `behaviour`.
         limits: from where on a gap is worth a question.
         max_tokens: of one question, given tokens included.
         behaviour: [T] nats a trajectory, log pi_beh as it has been scored already, NaN where it was not; None scores it here.
@@ -174,8 +183,7 @@ def attribute(
         return None
     broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure)
     if broken:
-        inquiry.explain(Cause.TOKENIZER, inquiry.gap)
-        return inquiry.result()
+        return Attribution(gap=inquiry.gap, parts=((Cause.TOKENIZER, inquiry.gap),), residual=0.0)
     if inquiry.gap <= gap_floor(limits, facts.baseline) and not _has_tail(inquiry):
         return None
     if not (_semantics(inquiry) or _identity(inquiry)):
@@ -198,7 +206,7 @@ def _gaps(values: NDArray[np.float32], log: NDArray[np.float32]) -> NDArray[np.f
 
 
 def _semantics(inquiry: _Inquiry) -> bool:
-    """The log belongs to the distribution before truncation, or to the raw one."""
+    """The log belongs to the distribution before truncation, or to the raw one; or the engine truncates and does not say so."""
     tags = [t.tag for t in inquiry.trajectories]
     truncated = any(tag.top_p < 1.0 or tag.top_k > 0 for tag in tags)
     candidates: list[ScoreOptions] = []
@@ -206,7 +214,10 @@ def _semantics(inquiry: _Inquiry) -> bool:
         candidates.append(ScoreOptions(truncate=False))
     if any(tag.temperature != 1.0 for tag in tags):
         candidates.append(ScoreOptions(temperature=1.0, truncate=not truncated))
-    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(candidates, 1.0), CLOSED_SHARE)
+    if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(candidates, 1.0), CLOSED_SHARE):
+        return True
+    undeclared = () if truncated or not inquiry.raised() else tuple(ScoreOptions(top_p=top_p) for top_p in UNDECLARED_TOP_P)
+    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(undeclared, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _identity(inquiry: _Inquiry) -> bool:

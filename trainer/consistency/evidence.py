@@ -103,7 +103,7 @@ class Attribution:
     def first(self) -> Cause:
         """The cause that explains most; `unknown` when the residual is larger than every part."""
         best = max(self.parts, key=lambda part: part[1], default=(Cause.UNKNOWN, 0.0))
-        return best[0] if best[1] > self.residual else Cause.UNKNOWN
+        return best[0] if best[1] >= self.residual else Cause.UNKNOWN
 
     @property
     def explained(self) -> float:

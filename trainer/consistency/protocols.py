@@ -20,6 +20,8 @@ class ScoreOptions:
     """None takes the tag's; 1 is raw."""
     truncate: bool = True
     """Whether the tag's top_p and top_k take part in the distribution; False is after temperature only."""
+    top_p: float | None = None
+    """A nucleus that the tag does not declare; None takes the tag's."""
     dtype: Literal["trainer", "float32", "bfloat16", "float16"] = "trainer"
     """Compute dtype of the forward pass."""
     weights_dtype: Literal["as_published", "float8_e4m3"] = "as_published"

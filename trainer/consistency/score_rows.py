@@ -28,7 +28,8 @@ class Sampler:
     def of(cls, tag: EngineTag, options: ScoreOptions) -> "Sampler":
         """What `options` ask for a trajectory of `tag`."""
         temperature = tag.temperature if options.temperature is None else options.temperature
-        return cls(temperature, tag.top_p, tag.top_k) if options.truncate else cls(temperature)
+        top_p = tag.top_p if options.top_p is None else options.top_p
+        return cls(temperature, top_p, tag.top_k) if options.truncate else cls(temperature)
 
     @property
     def truncates(self) -> bool:

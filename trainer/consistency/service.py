@@ -4,7 +4,7 @@ Owns that order. It runs inside a service actor and must never know actors, the 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.codec import decode
+from rollout.config import EnvironmentConfig
+from rollout.environments.registry import build_envs
+from rollout.prompts import Prompt
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Annotation, StoredGroups, Trajectory, TrajectoryGroup
 from rollout.weights import PolicyVersion
@@ -23,7 +26,7 @@ from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvide
 from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
 from trainer.consistency.protocols import Rescorer, ScoreOptions
 from trainer.consistency.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
-from trainer.consistency.structure import check_trajectory
+from trainer.consistency.structure import check_same_ids, check_trajectory
 from trainer.consistency.verdicts import Decision, decide
 from trainer.consistency.versions_agreement import check_versions
 from trainer.model_dir import ModelFacts, check_model_dir
@@ -60,6 +63,19 @@ class _Scored:
         return self.trajectory.sampled & np.isfinite(self.scores)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """How this run turns prompts into ids, with a tokenizer of the service's own."""
+
+    read: Callable[[Prompt], NDArray[np.int32]]
+    special_ids: frozenset[int]
+
+    def check(self, expected: NDArray[np.int32], trajectory: Trajectory) -> tuple[Finding, ...]:
+        """Whether the policy was shown the very ids that its prompt has."""
+        given = trajectory.token_ids[: trajectory.version_spans[0].start]
+        return check_same_ids(expected, given, self.special_ids, np.zeros(expected.size, dtype=np.bool_))
+
+
 class _Counted:
     """A rescorer that counts the tokens it was asked for."""
 
@@ -75,8 +91,19 @@ class _Counted:
 class Auditor:
     """Scores and judges. One lives as long as its actor."""
 
-    def __init__(self, scorer: ServiceScorer, config: ConsistencyConfig, model: ModelFacts, *, bos_id: int | None, deterministic: bool) -> None:
+    def __init__(
+        self,
+        scorer: ServiceScorer,
+        config: ConsistencyConfig,
+        model: ModelFacts,
+        *,
+        bos_id: int | None,
+        deterministic: bool,
+        prompts: PromptReader | None = None,
+    ) -> None:
+        """Without `prompts`, the ids of prompts are not compared with their text."""
         self._scorer, self._config, self._model, self._bos_id, self._deterministic = scorer, config, model, bos_id, deterministic
+        self._prompts = prompts
 
     def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """The report for the driver, and the evidence of every group as an annotation of `kind`.
@@ -87,7 +114,7 @@ class Auditor:
         begun = time.perf_counter()
         counted = _Counted(self._scorer)
         decoded = [decode(payload) for payload in groups.payloads]
-        scored = self._score(decoded, context, counted)
+        scored = self._score(decoded, groups.prompts, context, counted)
         facts = {each.replica: each for each in context.replicas}
         gaps = [self._gap(facts[replica], mine, counted) for replica, mine in _by_replica(scored).items()]
         attributions = {gap.replica: gap.attribution for gap in gaps}
@@ -102,20 +129,24 @@ class Auditor:
         )
         return report, tuple(Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence)
 
-    def _score(self, groups: Sequence[TrajectoryGroup], context: AuditContext, scorer: Rescorer) -> list[_Scored]:
+    def _score(self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: Rescorer) -> list[_Scored]:
+        reader, asked = self._prompts, dict[str, NDArray[np.int32]]()
+        if reader is not None:
+            asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        newest = max(context.committed, default=None)
         scores = scorer.score(trajectories, ScoreOptions())
         return [
-            _Scored(trajectory=trajectory, findings=self._check(trajectory, context.committed, newest), scores=values)
+            _Scored(trajectory=trajectory, findings=self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed), scores=values)
             for trajectory, values in zip(trajectories, scores, strict=True)
         ]
 
-    def _check(self, trajectory: Trajectory, committed: frozenset[PolicyVersion], newest: PolicyVersion | None) -> tuple[Finding, ...]:
-        structure = check_trajectory(trajectory, self._model.vocab_size, self._bos_id)
-        if newest is None:
-            return (*structure, *check_versions(trajectory, known=(), committed=trajectory.version_spans[0].policy))
-        return (*structure, *check_versions(trajectory, known=committed, committed=newest))
+    def _check(self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]) -> tuple[Finding, ...]:
+        newest = max(committed, default=trajectory.version_spans[0].policy)
+        return (
+            *check_trajectory(trajectory, self._model.vocab_size, self._bos_id),
+            *(() if prompt_ids is None or self._prompts is None else self._prompts.check(prompt_ids, trajectory)),
+            *check_versions(trajectory, known=committed, committed=newest),
+        )
 
     def _limits(self, trajectory: Trajectory) -> GapLimits:
         tag = trajectory.tag
@@ -195,7 +226,14 @@ class Auditor:
 
 
 def build_auditor(
-    *, model_dir: Path, weights_dir: Path, config: ConsistencyConfig, trainer: TrainerConfig, max_staleness: int, deterministic: bool
+    *,
+    model_dir: Path,
+    weights_dir: Path,
+    config: ConsistencyConfig,
+    trainer: TrainerConfig,
+    environment: EnvironmentConfig,
+    max_staleness: int,
+    deterministic: bool,
 ) -> Auditor:
     """The service of a run: the trainer's model and numerics, version 0 loaded.
 
@@ -217,7 +255,11 @@ def build_auditor(
         max_versions=config.max_versions or max_staleness + 2,
         device=torch.device("cuda" if config.num_gpus else "cpu"),
     )
-    return Auditor(scorer, config, facts, bos_id=load_tokenizer(model_dir).bos_id, deterministic=deterministic)
+    tokenizer = load_tokenizer(model_dir)
+    prompts = PromptReader(
+        read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(), special_ids=tokenizer.special_ids
+    )
+    return Auditor(scorer, config, facts, bos_id=tokenizer.bos_id, deterministic=deterministic, prompts=prompts)
 
 
 def _by_replica(scored: Sequence[_Scored]) -> dict[int, list[_Scored]]:
