@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli_audit import AuditOptions, audit, command_of
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Asynchronous reinforcement learning for language models.")
 
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the config; may be repeated.")]
@@ -96,6 +98,9 @@ def explain(
     from orchestrator.explain import explain_trajectory
 
     explain_trajectory(run_dir, trajectory)
+
+
+app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 
 @app.command()
