@@ -13,16 +13,19 @@ import typer
 from orchestrator.config import RunConfig
 from orchestrator.launch import Inputs, check_inputs, execute
 from orchestrator.progress import Reporter, reporter_for_stdout
-from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, write_atomic
+from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
 from orchestrator.show import show_summary
 from orchestrator.stopping import interruptible
 from rollout.errors import ConcordError, UserError
+from rollout.rewards.registry import build_reward
 from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
 
 
 @interruptible()
 def run_new(config: RunConfig, default_name: str) -> None:
     """`concord run`."""
+    refuse_taken_name(config)
+    build_reward(config.reward)  # a function that cannot be imported is told before a model is built for it
     reporter = reporter_for_stdout()
     reporter.say("preparing the model")
     inputs = check_inputs(config, prepare_model(config.model))

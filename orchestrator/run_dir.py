@@ -73,6 +73,21 @@ def write_atomic(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
+def refuse_taken_name(config: RunConfig) -> None:
+    """Say that the run's name is taken before any work is done for it; the run directory's creation says it again, for two that start together.
+
+    Raises:
+        UserError: the name exists.
+    """
+    path = (config.run.dir / config.run.name).absolute() if config.run.name else None
+    if path is not None and path.exists():
+        raise _taken(path)
+
+
+def _taken(path: Path) -> UserError:
+    return UserError(f"run {path.name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name")
+
+
 def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
     """Make the directory of a new run and write its config.
 
@@ -89,7 +104,7 @@ def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
         run = RunDir(path)
         write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
     except FileExistsError as cause:
-        raise UserError(f"run {name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name") from cause
+        raise _taken(path) from cause
     except OSError as cause:
         raise UserError(f"cannot write the run directory {path}: {cause.strerror}; set run.dir to a writable folder with free space") from cause
     return run

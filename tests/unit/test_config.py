@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.config import RunConfig, load_config, parse_config
 from orchestrator.plan import resource_plan, totals
+from orchestrator.run_dir import refuse_taken_name
 from rollout.errors import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -75,3 +76,11 @@ def test_the_plan_counts_every_replica_and_rank() -> None:
 
 def test_capacity_does_not_depend_on_the_number_of_trainer_ranks() -> None:
     assert parse("trainer.ranks=2").max_concurrent_groups == parse("trainer.ranks=1").max_concurrent_groups == 48
+
+
+def test_a_taken_name_is_told_before_any_work_is_done_for_it(tmp_path: Path) -> None:
+    config = parse(f"run.dir={tmp_path}", "run.name=mine")
+    refuse_taken_name(config)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match=r"'mine' exists .*concord resume"):
+        refuse_taken_name(config)
