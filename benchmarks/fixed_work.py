@@ -1,10 +1,12 @@
 """The fixed workload of `benchmarks/workload` through the real loop: one trainer rank, real engines, the recipe of its README.
 
 Short answers (at most 8 new tokens) and forced long ones (256), engines `torch` and `vllm`, eta 0 and 2 (and 1 for the short torch case):
-seconds and CPU seconds a step, samples a second, time until the 10-step mean reward is 0.9.
+seconds and CPU seconds a step, samples a second, time until the 10-step mean reward is 0.9. Beside them a plain training step on the same
+model, since machines differ.
 """
 
 import statistics
+import time
 from typing import Any
 
 from harness import WORKLOAD, concord_run, parser, report
@@ -57,6 +59,30 @@ def case(engine: str, new_tokens: int, forced: bool, eta: int, steps: int) -> di
     }
 
 
+def plain_step(new_tokens: int, repeats: int = 7) -> dict[str, float]:
+    """CPU and wall seconds of one training step written out with transformers alone, on one thread: the measure of this machine's speed.
+
+    128 rows, forward, log-softmax over the new tokens, backward, clip, fused AdamW; no engine, no padding, random ids. The fastest of `repeats`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(WORKLOAD / "model", dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    generator, best = torch.Generator().manual_seed(0), (float("inf"), float("inf"))
+    for _ in range(repeats):
+        ids = torch.randint(0, model.config.vocab_size, (128, 6 + new_tokens), generator=generator)
+        wall, cpu = time.perf_counter(), time.process_time()
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, 5:].float()
+        (-torch.log_softmax(logits, -1).gather(-1, ids[:, 6:, None]).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        best = min(best, (time.process_time() - cpu, time.perf_counter() - wall))
+    return {"cpu_s": best[0], "wall_s": best[1]}
+
+
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--steps", type=int, default=100, help="steps of the short cases")
@@ -70,7 +96,7 @@ def main() -> None:
                 name = f"{engine}-{tokens}-{eta}"
                 if name.startswith(chosen.only):
                     cases[name] = case(engine, tokens, forced, eta, steps)
-    report({"cases": cases}, chosen)
+    report({"plain_training_step": {str(tokens): plain_step(tokens) for tokens in (8, 256)}, "cases": cases}, chosen)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Run:
     """Seconds after the command at which a step's line was read."""
     cpu_samples: list[tuple[float, float]]
     """(seconds after the command, CPU seconds of all its processes so far), twice a second."""
+    rss_samples: list[tuple[float, float]]
+    """(seconds after the command, MiB resident of all its processes), twice a second; shared pages count in each."""
     peak_rss_mb: float
     """Of all its processes together; shared pages count in each."""
 
@@ -59,6 +61,7 @@ class TreeSampler(threading.Thread):
         self._cpu: dict[int, float] = {}
         self._ended = threading.Event()
         self.samples: list[tuple[float, float]] = []
+        self.rss_samples: list[tuple[float, float]] = []
         self.peak_rss = 0
 
     def run(self) -> None:
@@ -80,7 +83,9 @@ class TreeSampler(threading.Thread):
             except psutil.NoSuchProcess:
                 continue
             self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), times.user + times.system)
-        self.samples.append((time.monotonic() - self._begun, sum(self._cpu.values())))
+        at_s = time.monotonic() - self._begun
+        self.samples.append((at_s, sum(self._cpu.values())))
+        self.rss_samples.append((at_s, rss / 2**20))
         self.peak_rss = max(self.peak_rss, rss)
 
     def end(self) -> None:
@@ -139,6 +144,7 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
         wall_s=time.monotonic() - begun,
         step_at_s=step_at_s,
         cpu_samples=sampler.samples,
+        rss_samples=sampler.rss_samples,
         peak_rss_mb=round(sampler.peak_rss / 2**20, 1),
     )
 
