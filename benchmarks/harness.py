@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Run:
     """Seconds after the command at which a step's line was read."""
     cpu_samples: list[tuple[float, float]]
     """(seconds after the command, CPU seconds of all its processes so far), twice a second."""
+    kind_samples: list[tuple[float, dict[str, float]]]
+    """(seconds after the command, CPU seconds so far of Ray actors by class), twice a second."""
     rss_samples: list[tuple[float, float]]
     """(seconds after the command, MiB resident of all its processes), twice a second; shared pages count in each."""
     peak_rss_mb: float
@@ -45,6 +47,13 @@ class Run:
         """CPU seconds a step of all processes, between the ends of two steps."""
         begin, end = self.step_at_s[first], self.step_at_s[last]
         return (self._cpu_at(end) - self._cpu_at(begin)) / (last - first)
+
+    def kind_cpu_s_per_step(self, kinds: Sequence[str], first: int, last: int) -> float:
+        """CPU seconds a step of all actors of these classes, between the ends of two steps."""
+        times = [at_s for at_s, _ in self.kind_samples]
+        values = [sum(cpu.get(kind, 0.0) for kind in kinds) for _, cpu in self.kind_samples]
+        begin, end = np.interp([self.step_at_s[first], self.step_at_s[last]], times, values)
+        return float(end - begin) / (last - first)
 
     def _cpu_at(self, at_s: float) -> float:
         times, values = zip(*self.cpu_samples, strict=True)
@@ -62,6 +71,8 @@ class TreeSampler(threading.Thread):
         self._ended = threading.Event()
         self.samples: list[tuple[float, float]] = []
         self.rss_samples: list[tuple[float, float]] = []
+        self.kind_samples: list[tuple[float, dict[str, float]]] = []
+        self._kinds: dict[int, str] = {}
         self.peak_rss = 0
 
     def run(self) -> None:
@@ -80,18 +91,29 @@ class TreeSampler(threading.Thread):
                 with process.oneshot():
                     times = process.cpu_times()
                     rss += process.memory_info().rss
+                    self._kinds[process.pid] = _kind(process)
             except psutil.NoSuchProcess:
                 continue
             self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), times.user + times.system)
         at_s = time.monotonic() - self._begun
         self.samples.append((at_s, sum(self._cpu.values())))
         self.rss_samples.append((at_s, rss / 2**20))
+        by_kind: dict[str, float] = {}
+        for pid, kind in self._kinds.items():
+            by_kind[kind] = by_kind.get(kind, 0.0) + self._cpu.get(pid, 0.0)
+        self.kind_samples.append((at_s, by_kind))
         self.peak_rss = max(self.peak_rss, rss)
 
     def end(self) -> None:
         """Stop sampling."""
         self._ended.set()
         self.join()
+
+
+def _kind(process: psutil.Process) -> str:
+    """Class of a Ray actor, from its title (`ray::Class` or `ray::Class.method`); empty for other processes."""
+    title = (process.cmdline() or [""])[0]
+    return title.removeprefix("ray::").partition(".")[0] if title.startswith("ray::") else ""
 
 
 def model_with_context(folder: Path, tokens: int) -> Path:
@@ -145,6 +167,7 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
         step_at_s=step_at_s,
         cpu_samples=sampler.samples,
         rss_samples=sampler.rss_samples,
+        kind_samples=sampler.kind_samples,
         peak_rss_mb=round(sampler.peak_rss / 2**20, 1),
     )
 
