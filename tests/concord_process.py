@@ -23,7 +23,7 @@ START_S = 90.0
 """For Ray and all actors to start, on a busy machine."""
 STEP_S = 30.0
 GONE_S = 15.0
-ACTORS = ("StoreActor", "RewardActor", "TrainerActor", "EngineActor", "EpisodeActor")
+ACTORS = ("StoreActor", "RewardActor", "TrainerActor", "EngineActor", "EpisodeActor", "ConsistencyActor")
 
 CONFIG = """
 [run]

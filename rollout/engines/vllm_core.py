@@ -55,6 +55,7 @@ class VllmCore:
             llm = await asyncio.shield(launching)
             core = cls(llm, CoreProcess(_core_pid(llm)), scratch, descendants(before))
             await core.rpc("concord_end_with", os.getpid())
+            await core.rpc("concord_touch_cache")
         except BaseException:
             # A cancelled launch goes on in its thread until its child is gone.
             end(descendants(before), 0.0)

@@ -45,6 +45,15 @@ class ConcordWorkerExtension:
         threading.Thread(target=_end_with, args=(owner_pid, os.getppid()), name="concord-owner", daemon=True).start()
         return ""
 
+    def concord_touch_cache(self) -> str:
+        """Make the whole KV cache resident. On CPU its pages would come one by one as blocks are first used: memory that seems to grow for hours, and an
+        out-of-memory that comes as late.
+        """
+        if self.device.type == "cpu":
+            for cache in self.model_runner.kv_caches:
+                cache.zero_()
+        return ""
+
     def concord_load(self, directory: str) -> str:
         """Load a published directory (in Hugging Face layout) into the running model; the digest of the bytes that were read."""
         entries: list[TensorEntry] = []
