@@ -159,7 +159,6 @@ async def drive(
     )
     await _end_unconfirmed(loop, recovery)
     checkpoints.in_use = loop.policies_in_use
-    loop.collection.check_engines = loop.supervision.check
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
 

@@ -87,10 +87,9 @@ class Loop:
         self.supervision.publisher = self.publisher
         if run.deterministic:
             self.publisher.ready_to_apply = self._until_idle
-        window = Window(max_staleness=staleness.max_staleness, batch_groups=run.batch_groups, max_concurrent=config.max_concurrent_groups)
         self.admission = Admission(
             book=self.book,
-            window=window,
+            window=Window(max_staleness=staleness.max_staleness, batch_groups=run.batch_groups, max_concurrent=config.max_concurrent_groups),
             source=source,
             publisher=self.publisher,
             replicas=replicas,
@@ -98,19 +97,12 @@ class Loop:
             submit_deadline_s=config.deadlines.store_s,
         )
         self.collection = Collection(fleet=fleet, replicas=replicas, book=self.book, admission=self.admission, max_attempts=config.episodes.max_attempts)
-        gate = Gate(
-            max_staleness=staleness.max_staleness,
-            batch_groups=run.batch_groups,
-            policy=staleness.policy,
-            order=staleness.order,
-            dispatch_window=staleness.dispatch_window,
-            audited_only=baselines is not None and config.consistency.mode == "gate",
-        )
+        self.collection.check_engines = self.supervision.check
         self.consistency = None if baselines is None else self._consistency(config, baselines, opening)
         self.training = Training(
             trainer=fleet.trainer,
             book=self.book,
-            gate=gate,
+            gate=_gate(config, audited_only=self.consistency is not None and self.consistency.gates),
             publisher=self.publisher,
             checkpoints=checkpoints,
             deadlines=config.deadlines,
@@ -197,3 +189,15 @@ class Loop:
         self.book.idle.clear()
         self.book.admit_bell.set()
         await self.book.idle.wait()
+
+
+def _gate(config: RunConfig, *, audited_only: bool) -> Gate:
+    staleness = config.staleness
+    return Gate(
+        max_staleness=staleness.max_staleness,
+        batch_groups=config.run.batch_groups,
+        policy=staleness.policy,
+        order=staleness.order,
+        dispatch_window=staleness.dispatch_window,
+        audited_only=audited_only,
+    )
