@@ -80,8 +80,94 @@ class ScheduleConfig(Section):
     """Share of the peak rate at `run.steps` (linear, cosine)."""
 
 
+class GlobalClipConfig(Section):
+    """No clip but that of the whole gradient at `max_grad_norm`."""
+
+    type: Literal["global"] = "global"
+
+
+class ClipSection(Section):
+    """A clip with a memory. `max_grad_norm` still acts behind it, on the gradient that it leaves."""
+
+    beta: float = 0.99
+    """Decay of what it remembers, a step."""
+
+    @model_validator(mode="after")
+    def _beta_is_a_decay(self) -> Self:
+        if not 0 < self.beta < 1:
+            raise ValueError(f"got beta = {self.beta:g}, expected a decay between 0 and 1; set it to {type(self).model_fields['beta'].default}")
+        return self
+
+
+class LayerClipConfig(ClipSection):
+    """Each block (transformer block, embeddings, head) is clipped at alpha times the running norm R of its own gradients."""
+
+    type: Literal["layerclip"] = "layerclip"
+    mode: Literal["lagged", "paper_ema", "paper_ca"] = "lagged"
+    """lagged: R is that of the step before and learns the clipped norm, so no spike excuses itself or poisons later steps; paper_ema and paper_ca, as
+    published: the step's own norm enters R, an exponential or a plain mean, before R clips it."""
+    alpha: float = 2.0
+    """A block's gradient keeps its norm up to alpha R."""
+    eps: NonNegativeFloat = 1e-6
+    """Added to the norm that alpha R is divided by."""
+    warmup_steps: PositiveInt = 20
+    """Steps of lagged that only learn; published modes have none."""
+
+    @model_validator(mode="after")
+    def _can_clip_and_lets_pass(self) -> Self:
+        if not self.alpha > 1:
+            raise ValueError(f"got alpha = {self.alpha:g}, which clips gradients of ordinary size; set alpha above 1, for example 2")
+        if self.mode == "paper_ema" and self.alpha * (1 - self.beta) >= 1:
+            raise ValueError(
+                f"got mode = 'paper_ema' with alpha (1 - beta) = {self.alpha * (1 - self.beta):g}, which never clips: a spike lifts its own threshold above "
+                "itself; set beta nearer to 1, or mode = 'lagged'"
+            )
+        return self
+
+
+class ZClipConfig(ClipSection):
+    """The global norm is clipped where it is an outlier of its own history, by z-score; the farther out, the lower."""
+
+    type: Literal["zclip"] = "zclip"
+    alpha: float = 2.5
+    """Standard deviations above the mean at which it clips."""
+    beta: float = 0.97
+    """Decay of the norm's mean and variance, a step."""
+    eps: PositiveFloat = 1e-6
+    """Added to the standard deviation, and to the norm that the threshold is divided by."""
+    warmup_steps: Annotated[int, Field(ge=2)] = 25
+    """Steps that only learn mean and variance."""
+
+    @model_validator(mode="after")
+    def _lets_pass(self) -> Self:
+        if not self.alpha > 0:
+            raise ValueError(f"got alpha = {self.alpha:g}, expected standard deviations above 0; set alpha to 2.5")
+        return self
+
+
+class AdaGCConfig(ClipSection):
+    """Each block is clipped at `lam` times a running mean of its own clipped norms."""
+
+    type: Literal["adagc"] = "adagc"
+    lam: float = 1.05
+    """A block's gradient keeps its norm up to this multiple of the mean."""
+    beta: float = 0.98
+    """Decay of the mean, a step."""
+    warmup_steps: PositiveInt = 100
+    """Steps that only learn: the mean starts as the block's smallest norm behind `max_grad_norm`."""
+
+    @model_validator(mode="after")
+    def _lets_pass(self) -> Self:
+        if not self.lam > 1:
+            raise ValueError(f"got lam = {self.lam:g}, with which norms can only fall; set lam above 1, for example 1.05")
+        return self
+
+
+ClipConfig = Annotated[GlobalClipConfig | LayerClipConfig | ZClipConfig | AdaGCConfig, Field(discriminator="type")]
+
+
 class OptimizerConfig(Section):
-    """AdamW with a global gradient clip."""
+    """AdamW behind a gradient clip."""
 
     learning_rate: PositiveFloat = 3e-4
     """The peak rate."""
@@ -94,7 +180,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger global L2 norm are scaled down to it."""
+    """Gradients with a larger global L2 norm, after `clip`, are scaled down to it."""
+    clip: ClipConfig = GlobalClipConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
 
