@@ -262,6 +262,22 @@ def test_a_gap_on_both_sides_of_the_boundary_is_not_stale_kv():
     assert KEPT not in rescorer.asked
 
 
+class KeptSince(TableRescorer):
+    """Kept keys and values close the gap only where all that was sampled before them is of one version."""
+
+    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
+        if options.keep_kv and any([(s.policy, s.start) for s in t.version_spans] != [(V[2], 4), (V[3], 10)] for t in trajectories):
+            options = replace(options, version_offset=3)  # outside the table
+        return super().score(trajectories, options)
+
+
+def test_kept_keys_and_values_are_looked_for_from_the_boundary_at_which_the_gap_starts():
+    """Versions 1 and 2 were recomputed at their boundary; only the one to version 3 kept what version 2 wrote."""
+    crossing = trajectory((V[1], 3), (V[2], 3), (V[3], 2))
+    rescorer = KeptSince({AS_LOGGED: [0.0] * 6 + [0.4] * 2, KEPT: [0.7] * 6 + [0.0] * 2})
+    assert parts(ask(rescorer, crossing)) == {Cause.STALE_KV: 0.1}
+
+
 def two_generations() -> Trajectory:
     """Versions 3 and 4, with given tokens between them."""
     built = trajectory((V[3], 4), (V[3], 4))
@@ -361,3 +377,26 @@ def test_neither_a_declared_truncation_nor_tokens_logged_as_less_likely_ask_abou
     rescorer = TableRescorer({AS_LOGGED: gap})
     ask(rescorer, trajectory(**tag))
     assert not any(options.top_p for options in rescorer.asked)
+
+
+def gaps_by_version(gaps: Mapping[int, float]) -> list[float]:
+    """One a token of `trajectory((V[2], 4), (V[3], 4), (V[4], 4))`."""
+    return [gap for version in (2, 3, 4) for gap in [gaps[version]] * 4]
+
+
+def test_a_replica_that_stays_at_one_version_is_off_by_more_at_each_new_label():
+    """Weights of version 2 under the labels 2, 3 and 4."""
+    table: dict[ScoreOptions, float | Sequence[float]] = {
+        AS_LOGGED: gaps_by_version({2: 0.0, 3: 0.3, 4: 0.6}),
+        ScoreOptions(version_offset=-1): gaps_by_version({2: 0.3, 3: 0.0, 4: 0.3}),
+        ScoreOptions(version_offset=-2): gaps_by_version({2: 0.6, 3: 0.3, 4: 0.0}),
+    }
+    found = ask(TableRescorer(table), trajectory((V[2], 4), (V[3], 4), (V[4], 4)))
+    assert parts(found) == {Cause.VERSION_TAG: 0.3} and found.explained > 0.999
+
+
+def test_other_semantics_of_some_spans_do_not_drown_in_those_that_are_as_declared():
+    """The log turns raw at the second span; the raw answer would open as much of a gap as it closes."""
+    crossing = trajectory((V[3], 4), (V[4], 4), temperature=0.8)
+    table: dict[ScoreOptions, float | Sequence[float]] = {AS_LOGGED: [0.0] * 4 + [0.4] * 4, ScoreOptions(temperature=1.0): [0.4] * 4 + [0.0] * 4}
+    assert parts(ask(TableRescorer(table), crossing)) == {Cause.LOGPROB_SEMANTICS: 0.2}

@@ -9,7 +9,7 @@ Staleness is no cause here: every token is scored at the version that sampled it
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeVar
@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Trajectory, VersionSpan
 from trainer.consistency.config import GapLimits
 from trainer.consistency.evidence import Attribution, Cause, Check, Finding, Severity
 from trainer.consistency.precision import TAIL_NATS, GapBaseline, bfloat16_grid, gap_floor, tail_is_high
@@ -97,9 +97,22 @@ class _Inquiry:
         """[n] the tokens in question out of one [T] a trajectory."""
         return np.concatenate([row[mask] for row, mask in zip(rows, self._masks, strict=True)])
 
-    def ask(self, options: ScoreOptions) -> _Answer:
-        """Score again under other circumstances."""
-        return self.answer(options, self.select(self._rescorer.score(self.trajectories, options)))
+    @property
+    def floor(self) -> float:
+        """Mean |d| in nats from where on a gap is worth a question."""
+        return gap_floor(self.limits, self.facts.baseline)
+
+    def spread(self, values: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        """[T] a trajectory: the inverse of `select`, NaN outside."""
+        rows = [np.full(mask.size, np.nan) for mask in self._masks]
+        parts = np.split(values, np.cumsum([np.count_nonzero(mask) for mask in self._masks])[:-1])
+        for row, mask, part in zip(rows, self._masks, parts, strict=True):
+            row[mask] = part
+        return rows
+
+    def ask(self, options: ScoreOptions, trajectories: Sequence[Trajectory] | None = None) -> _Answer:
+        """Score again under other circumstances; `trajectories`: the same tokens with other labels."""
+        return self.answer(options, self.select(self._rescorer.score(trajectories or self.trajectories, options)))
 
     def answer(self, options: ScoreOptions, values: NDArray[np.float32]) -> _Answer:
         return _Answer(options=options, values=values, gaps=np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log)))
@@ -110,13 +123,38 @@ class _Inquiry:
 
     def best(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
         """The answer that closes most; asking stops at the first one that closes the share `enough` of what is left."""
-        best = None
+        return self._best(map(self.ask, candidates), enough)
+
+    def best_by_span(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
+        """As `best`, where each candidate holds for some spans only and the others stay as they are: a fault may begin, end, or touch a share of requests."""
+        places = _numbered(self.trajectories, lambda index, span: (index, span.start))
+        return self._best((self._mixed((self.now, self.ask(options)), places) for options in candidates), enough)
+
+    def best_by_label(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
+        """As `best`, where each policy's tokens have a candidate of their own, or none: a replica that stays at one version is off by more at each new one."""
+        places, answers = _numbered(self.trajectories, lambda index, span: span.policy), [self.now]
         for options in candidates:
-            answer = self.ask(options)
+            answers.append(self.ask(options))
+            mixed = self._mixed(answers, places)
+            if self.closes(mixed) >= enough * self.now.left:
+                break
+        return self._mixed(answers, places) if len(answers) > 1 else None
+
+    def _best(self, answers: Iterable[_Answer], enough: float) -> _Answer | None:
+        best = None
+        for answer in answers:
             best = answer if best is None or answer.left < best.left else best
             if self.closes(answer) >= enough * self.now.left:
                 break
         return best
+
+    def _mixed(self, answers: Sequence[_Answer], places: Sequence[NDArray[np.int64]]) -> _Answer:
+        """For all tokens of one place the answer that leaves the least of their gap."""
+        place = self.select(places)
+        left = np.stack([np.bincount(place, weights=answer.gaps) for answer in answers])
+        chosen, tokens = left.argmin(axis=0)[place], np.arange(place.size)
+        values, gaps = np.stack([answer.values for answer in answers]), np.stack([answer.gaps for answer in answers])
+        return _Answer(options=self.now.options, values=values[chosen, tokens], gaps=gaps[chosen, tokens])
 
     def raised(self) -> bool:
         """Whether next to all tokens are logged as likelier than they are: truncation leaves the kept tokens more of the mass."""
@@ -184,7 +222,7 @@ def attribute(
     broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure)
     if broken:
         return Attribution(gap=inquiry.gap, parts=((Cause.TOKENIZER, inquiry.gap),), residual=0.0)
-    if inquiry.gap <= gap_floor(limits, facts.baseline) and not _has_tail(inquiry):
+    if inquiry.gap <= inquiry.floor and not _has_tail(inquiry):
         return None
     if not (_semantics(inquiry) or _identity(inquiry)):
         _routing(inquiry)
@@ -197,6 +235,18 @@ def attribute(
 def _affordable(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Trajectory]:
     total = np.cumsum([t.token_ids.size for t in trajectories])
     return trajectories[: max(1, int(np.count_nonzero(total <= max_tokens)))]
+
+
+def _numbered(trajectories: Sequence[Trajectory], key: Callable[[int, VersionSpan], Hashable]) -> list[NDArray[np.int64]]:
+    """[T] a trajectory: tokens of spans with the same key have the same number; tokens outside spans have any."""
+    numbers: dict[Hashable, int] = {}
+    rows: list[NDArray[np.int64]] = []
+    for index, trajectory in enumerate(trajectories):
+        row = np.zeros(trajectory.token_ids.size, dtype=np.int64)
+        for span in trajectory.version_spans:
+            row[span.start : span.end] = numbers.setdefault(key(index, span), len(numbers))
+        rows.append(row)
+    return rows
 
 
 def _gaps(values: NDArray[np.float32], log: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -214,10 +264,10 @@ def _semantics(inquiry: _Inquiry) -> bool:
         candidates.append(ScoreOptions(truncate=False))
     if any(tag.temperature != 1.0 for tag in tags):
         candidates.append(ScoreOptions(temperature=1.0, truncate=not truncated))
-    if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(candidates, 1.0), CLOSED_SHARE):
+    if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
         return True
     undeclared = () if truncated or not inquiry.raised() else tuple(ScoreOptions(top_p=top_p) for top_p in UNDECLARED_TOP_P)
-    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best(undeclared, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _identity(inquiry: _Inquiry) -> bool:
@@ -227,7 +277,7 @@ def _identity(inquiry: _Inquiry) -> bool:
         return inquiry.explain(Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs))
     newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
     candidates = [ScoreOptions(version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0]
-    return inquiry.keep(Cause.VERSION_TAG, inquiry.best(candidates, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(Cause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _routing(inquiry: _Inquiry) -> None:
@@ -258,20 +308,47 @@ def _rounded(inquiry: _Inquiry, answer: _Answer) -> _Answer | None:
 
 def _stale_kv(inquiry: _Inquiry) -> None:
     """Keys and values of older weights, read behind a version boundary inside one generation."""
-    behind = inquiry.select([_behind_boundary(t) for t in inquiry.trajectories])
+    begins = [_first_gap(trajectory, gaps, inquiry.floor) for trajectory, gaps in zip(inquiry.trajectories, inquiry.spread(inquiry.now.gaps), strict=True)]
+    behind = inquiry.select([np.arange(t.token_ids.size) >= begin for t, begin in zip(inquiry.trajectories, begins, strict=True)])
     if not behind.any() or behind.all():
         return
-    gaps = inquiry.now.gaps
+    gaps, now = inquiry.now.gaps, inquiry.now
     if gaps[behind].mean() > BOUNDARY_FACTOR * gaps[~behind].mean():
-        inquiry.keep(Cause.STALE_KV, inquiry.ask(replace(inquiry.now.options, keep_kv=True)), KEPT_SHARE)
+        asked = [_kept_from(trajectory, begin) for trajectory, begin in zip(inquiry.trajectories, begins, strict=True)]
+        kept = inquiry.ask(replace(now.options, keep_kv=True), asked)
+        inquiry.keep(Cause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE)
 
 
-def _behind_boundary(trajectory: Trajectory) -> NDArray[np.bool_]:
-    """[T] True from the first token on that continues the generation of another version; spans that given tokens part are different generations."""
-    for earlier, later in pairwise(trajectory.version_spans):
-        if earlier.end == later.start and earlier.policy != later.policy:
-            return np.arange(trajectory.token_ids.size) >= later.start
-    return np.zeros(trajectory.token_ids.size, dtype=np.bool_)
+def _first_gap(trajectory: Trajectory, gaps: NDArray[np.float64], floor: float) -> int:
+    """Where the first span begins that continues the generation of another version with a gap; where none has one, the first that continues another version.
+
+    T without such a span: spans that given tokens part are different generations.
+    """
+    inside = [later for earlier, later in pairwise(trajectory.version_spans) if earlier.end == later.start and earlier.policy != later.policy]
+    for span in inside:
+        before, here = gaps[: span.start], gaps[span.start : span.end]
+        if _mean(here) > max(floor, BOUNDARY_FACTOR * _mean(before)):
+            return span.start
+    return inside[0].start if inside else trajectory.token_ids.size
+
+
+def _kept_from(trajectory: Trajectory, begin: int) -> Trajectory:
+    """The same tokens, as if all of the generation before `begin` were of the version that sampled last before it: what recomputing left in the cache there."""
+    spans = trajectory.version_spans
+    last = next((index for index, span in enumerate(spans) if span.end == begin and index + 1 < len(spans)), None)
+    if last is None:
+        return trajectory
+    first = last
+    while first > 0 and spans[first - 1].end == spans[first].start:
+        first -= 1
+    joined = VersionSpan(spans[last].policy, spans[first].start, begin)
+    return replace(trajectory, version_spans=(*spans[:first], joined, *spans[last + 1 :]))
+
+
+def _mean(gaps: NDArray[np.float64]) -> float:
+    """Of those that are known; 0 without any."""
+    known = gaps[~np.isnan(gaps)]
+    return float(known.mean()) if known.size else 0.0
 
 
 def _has_tail(inquiry: _Inquiry) -> bool:
