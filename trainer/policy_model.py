@@ -9,6 +9,7 @@ from torch.utils import checkpoint
 from rollout.errors import UserError
 from trainer.logprobs import chunked_logprobs
 from trainer.routing_replay import same_replay_again
+from trainer.tensor_layout import modules_of
 
 _HEAD_TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
@@ -52,10 +53,22 @@ class PolicyModel(nn.Module):
         Raises:
             UserError: the architecture does not say what its blocks are.
         """
+        return list(self.named_blocks().values())
+
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """The transformer blocks, in order, by their path in the wrapped model.
+
+        Raises:
+            UserError: the architecture does not say what its blocks are.
+        """
         names = set(cast(list[str] | None, getattr(self.causal_lm, "_no_split_modules", None)) or [])
-        found = [module for module in self.causal_lm.modules() if type(module).__name__ in names]
+        # A sharded block is of a class of its own, which derives from the block's.
+        found = {path: module for path, module in modules_of(self.causal_lm) if any(kind.__name__ in names for kind in type(module).__mro__)}
         if not found:
-            raise UserError(f"{self.architecture} names no transformer blocks (_no_split_modules), so it cannot be sharded; use another architecture")
+            raise UserError(
+                f"{self.architecture} names no transformer blocks (_no_split_modules), so it can be neither sharded nor clipped by block; "
+                "use another architecture"
+            )
         return found
 
     def checkpoint_activations(self) -> None:
