@@ -32,7 +32,8 @@ def test_a_bound_replica_is_one_process_with_one_thread():
 
 
 def test_sizes_come_from_the_config_alone():
-    assert child_environment(None) == {"VLLM_CPU_KVCACHE_SPACE": None, "VLLM_CPU_OMP_THREADS_BIND": None}
+    environment = child_environment(None)
+    assert (environment["VLLM_CPU_KVCACHE_SPACE"], environment["VLLM_CPU_OMP_THREADS_BIND"]) == (None, None)
     assert engine_arguments("m", VllmConfig(kv_cache_gib=0.5), identity(), on_cpu=True)["kv_cache_memory_bytes"] == 2**29
     on_gpu = engine_arguments("m", VllmConfig(gpu_memory_utilization=0.5), identity(), on_cpu=False)
     assert on_gpu["gpu_memory_utilization"] == 0.5
@@ -79,3 +80,10 @@ def test_a_failed_start_says_what_to_change(error: str, kind: type[Exception], c
     raised = explain(error, "", VllmConfig(max_model_len=9))
     assert type(raised) is kind
     assert cure in str(raised)
+
+
+def test_compiled_shapes_are_bounded_unless_the_user_bounds_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    assert child_environment(None)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    assert child_environment(None)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
