@@ -1,9 +1,9 @@
 """Config of the rollout room: environments, rewards, sampling, engines, store. Torch-free; frozen; unknown keys are errors."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 
 class Section(BaseModel):
@@ -130,6 +130,22 @@ class VllmConfig(EngineSection):
     """Neither compile nor capture graphs: starts sooner, runs slower."""
     cpu_bind_from: Annotated[int, Field(ge=0)] | None = 0
     """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
+    return_routing: bool = False
+    """Return the MoE routing of every trajectory; on GPU only, with `kv_across_versions = "recompute"`."""
+
+    @model_validator(mode="after")
+    def _routing_needs_a_gpu_and_shared_prefixes(self) -> Self:
+        if self.return_routing and not self.num_gpus:
+            raise ValueError(
+                "got engine.return_routing = true with engine.num_gpus = 0: vLLM returns routing from its second model runner alone, which needs Triton and so "
+                'a GPU; set engine.num_gpus, or engine.type = "torch", which returns it on CPU too'
+            )
+        if self.return_routing and self.kv_across_versions != "recompute":
+            raise ValueError(
+                "got engine.return_routing = true with engine.kv_across_versions = \"keep\": vLLM returns routing only where it shares prefixes, which is off "
+                'under keep; set engine.kv_across_versions = "recompute"'
+            )
+        return self
 
 
 class TorchEngineConfig(EngineSection):
@@ -161,6 +177,11 @@ class ScriptedConfig(EngineSection):
 
 
 EngineConfig = Annotated[VllmConfig | TorchEngineConfig | ScriptedConfig, Field(discriminator="type")]
+
+
+def returns_routing(engine: EngineConfig) -> bool:
+    """Whether replicas are asked for the experts of a mixture of experts."""
+    return isinstance(engine, VllmConfig | TorchEngineConfig) and engine.return_routing
 
 
 class StoreConfig(Section):

@@ -20,6 +20,7 @@ from rollout.engines.identity import EngineIdentity
 from rollout.engines.vllm_core import VllmCore
 from rollout.engines.vllm_launch import quiet_vllm
 from rollout.engines.vllm_requests import Limits, Part, aborted_chunks, check_ids, chunks_of, parts_of, scoring_params
+from rollout.engines.vllm_routing import expert_layers
 from rollout.engines.vllm_transfer import announced, check_transport
 from rollout.engines.vllm_usage import Usage
 from rollout.engines.vllm_weights import Layout, layout_of, refuse_difference
@@ -71,11 +72,12 @@ class VllmEngine:
             raise UserError(f"the first weights come from a complete model directory; got transport {manifest.transport.value!r}")
         entries = await asyncio.to_thread(digest_directory, Path(manifest.location))
         self._expected = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        layers = self._expert_layers()
         self._starting = asyncio.ensure_future(VllmCore.start(manifest.location, self._config, self._identity))
         core = self._core = await self._starting
         self._starting = None
         config = core.llm.model_config
-        self._limits = Limits(config.max_model_len, config.get_vocab_size())
+        self._limits = Limits(config.max_model_len, config.get_vocab_size(), layers)
         await self._take_label(core, manifest.policy, manifest_digest(entries))
         await self._warm_up(core)
         return await self.tag()
@@ -227,6 +229,19 @@ class VllmEngine:
             del core
             await asyncio.to_thread(gc.collect)  # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain
 
+    def _expert_layers(self) -> tuple[int, ...]:
+        """Layers whose routing is asked for.
+
+        Raises:
+            UserError: it is asked for, and the model has none.
+        """
+        if not self._config.return_routing:
+            return ()
+        layers = expert_layers(self._expected)
+        if not layers:
+            raise UserError("got engine.return_routing = true, but the model is not a mixture of experts; set it to false")
+        return layers
+
     def _running_core(self) -> VllmCore:
         if self._core is None:
             raise EngineError(f"vLLM replica {self._identity.replica} is not running; call start first")
@@ -264,7 +279,7 @@ class VllmEngine:
             return aborted_chunks(name, part, self._served())  # before vLLM knew of it
         with boundary(EngineError, f"request {name}"):
             output = await core.complete(part.prompt, part.params, part.key, priority=0)
-        chunks = chunks_of(name, part, output, self._policies, self._served())
+        chunks = chunks_of(name, part, output, self._policies, self._served(), self._limits.expert_layers)
         self._usage.generated(sum(chunk.token_ids.size for chunk in chunks))
         return chunks
 

@@ -95,6 +95,7 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "enforce_eager": config.enforce_eager,
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
+        "enable_return_routed_experts": config.return_routing or None,
     }
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)

@@ -4,12 +4,13 @@ It knows no engine process and no weights. vLLM is imported when a function is c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engines.vllm_routing import trace_of
 from rollout.errors import EngineError, UserError
 from rollout.generation import GenerationRequest, TokenChunk
 from rollout.trajectory import FinishReason
@@ -42,6 +43,8 @@ class Limits:
 
     context_tokens: int
     vocab_size: int
+    expert_layers: tuple[int, ...] = ()
+    """Layers whose routing is returned with a sample; empty: none is asked for."""
 
 
 def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Limits) -> list[Part]:
@@ -83,7 +86,9 @@ def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
         raise UserError(f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the tokenizer that belongs to it")
 
 
-def chunks_of(request_id: str, part: Part, output: "RequestOutput", policies: Policies, now: PolicyVersion) -> list[TokenChunk]:
+def chunks_of(
+    request_id: str, part: Part, output: "RequestOutput", policies: Policies, now: PolicyVersion, layers: tuple[int, ...] = ()
+) -> list[TokenChunk]:
     """The chunks of one finished vLLM request.
 
     Args:
@@ -92,11 +97,19 @@ def chunks_of(request_id: str, part: Part, output: "RequestOutput", policies: Po
         output: vLLM's final output.
         policies: every policy that this engine has served, by label.
         now: the policy in force; it labels a sample that was aborted before its first token.
+        layers: those with experts, where routing is asked for.
 
     Raises:
         EngineError: tokens without a known label, without log-probs, or a sample that ended for no reason known here.
     """
-    return [chunk for completion in output.outputs for chunk in _chunks(request_id, part.first_sample + completion.index, completion, policies, now)]
+    chunks: list[TokenChunk] = []
+    for completion in output.outputs:
+        mine = _chunks(request_id, part.first_sample + completion.index, completion, policies, now)
+        if layers:
+            rows = len(part.prompt["prompt_token_ids"]) + len(completion.token_ids) - 1
+            mine[-1] = replace(mine[-1], routing=trace_of(completion.routed_experts, rows, layers))
+        chunks += mine
+    return chunks
 
 
 def aborted_chunks(request_id: str, part: Part, now: PolicyVersion) -> list[TokenChunk]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollout.config import EngineConfig, SamplingConfig
+from rollout.config import EngineConfig, SamplingConfig, returns_routing
 from rollout.faults.config import (
     FaultConfig,
     FaultsConfig,
@@ -56,8 +56,8 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
         yield "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
     elif isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
         yield f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; set a smaller one"
-    elif isinstance(fault, MissingRoutingFault) and not (engine.type == "torch" and engine.return_routing):
-        yield "no routing is asked for; set engine.type = 'torch' and engine.return_routing = true, and use an MoE model"
+    elif isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
+        yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"
 
 
 def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[str]:
