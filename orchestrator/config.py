@@ -25,6 +25,7 @@ from rollout.config import (
     Section,
     StoreConfig,
     VllmConfig,
+    returns_routing,
 )
 from rollout.errors import UserError
 from rollout.faults.checks import FaultSurroundings, check_faults
@@ -142,7 +143,21 @@ class RunConfig(Section):
         self._check_deterministic()
         check_faults(self.faults, self._fault_surroundings())
         self._check_consistency()
+        self._check_routing_replay()
         return self
+
+    def _check_routing_replay(self) -> None:
+        if not self.trainer.replay_routing:
+            return
+        if isinstance(self.model, TinyModelConfig) and not self.model.moe:
+            raise ValueError(
+                "got trainer.replay_routing = true with model.moe = false, and a dense model routes nothing; set model.moe = true, or turn the replay off"
+            )
+        if not returns_routing(self.engine):
+            raise ValueError(
+                f"got trainer.replay_routing = true with engine.type = {self.engine.type!r}, which is not asked for its routing; set "
+                "engine.return_routing = true (torch, or vllm on GPU), or turn the replay off"
+            )
 
     def _check_consistency(self) -> None:
         scripted = [name for name, kind in (("engine", self.engine.type), ("trainer", self.trainer.type)) if kind == "scripted"]

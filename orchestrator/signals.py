@@ -81,6 +81,8 @@ class Signals:
             "correction_weight_mean": report.correction_weight_mean,
             "correction_ess": report.correction_ess,
             "correction_zero_fraction": report.correction_zero_fraction,
+            "routing_replayed": report.routing_replayed_fraction,
+            "routing_fallback": report.routing_fallback_fraction,
             "token_staleness_mean": facts.staleness_mean,
             "token_staleness_max": facts.staleness_max,
             "mixed_version_trajectories": facts.mixed_fraction,

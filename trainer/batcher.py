@@ -122,6 +122,7 @@ def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSam
         advantage=kept.advantage,
         token_weight=weight,
         suspects=() if evidence is None else evidence.suspects,
+        routing=trajectory.routing,
     )
 
 

@@ -215,6 +215,9 @@ class TrainerConfig(Section):
     """Tokens whose logits exist at once."""
     activation_checkpointing: bool = False
     """Keep only each block's inputs for backward, and compute the rest again."""
+    replay_routing: bool = False
+    """Of a mixture of experts: forward and backward use the experts that the engine chose, where it returned them (R3). Gates come from the trainer's own
+    router logits, and load-balance statistics stay on its own choice."""
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -222,9 +225,11 @@ class TrainerConfig(Section):
     """Seconds of one step of the scripted trainer."""
 
     @model_validator(mode="after")
-    def _scripted_step_only_when_scripted(self) -> Self:
+    def _scripted_trains_nothing(self) -> Self:
         if self.scripted_step_s and self.type != "scripted":
             raise ValueError('got trainer.scripted_step_s with trainer.type = "fsdp"; set trainer.type = "scripted" or leave it out')
+        if self.replay_routing and self.type == "scripted":
+            raise ValueError('got trainer.replay_routing = true with trainer.type = "scripted", which has no forward pass; set trainer.type = "fsdp"')
         return self
 
 

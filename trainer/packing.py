@@ -72,4 +72,6 @@ def _micro_batch(rows: Sequence[TrainingSample]) -> MicroBatch:
         advantages=advantages,
         token_weights=weights,
         trajectory_ids=tuple(row.trajectory_id for row in rows) or ("",),
+        lengths=tuple(row.token_ids.size for row in rows) or (0,),
+        routing=tuple(row.routing for row in rows) or (None,),
     )

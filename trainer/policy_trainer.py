@@ -6,7 +6,7 @@ Every method but `open_transfer` and `close` is collective: all ranks call it wi
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from rollout.errors import UserError
 from rollout.trajectory import StoredGroups
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
 from trainer.algorithms.registry import build_algorithm
+from trainer.batch_replay import BatchReplay
 from trainer.batcher import TrainingBatch, build_batch
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import CheckpointState
@@ -34,10 +35,15 @@ from trainer.policy_loss import SUMS, PolicyLoss, loss_tokens
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.sharded_state import load_checkpoint, save_checkpoint
+from trainer.stability.blocks import named_blocks
 from trainer.types import MicroBatch, StepReport, StepRequest
 
 if TYPE_CHECKING:
     from trainer.transfer import Transfer
+
+
+_TOTALS = (*SUMS, "routing_expected", "routing_replayed")
+"""What ranks sum up in a step; of a replay, the inputs that predict something and those of them that ran on the engine's experts."""
 
 
 class PolicyTrainer:
@@ -73,9 +79,10 @@ class PolicyTrainer:
             torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
             self._model, layout = load_policy(model_dir, config, self._ranks)
             reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+            self._replay = BatchReplay(self._model) if config.replay_routing else None
             self._algorithm = build_algorithm(config.algorithm)
             self._loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
-            self._optimizer = PolicyOptimizer(self._model.parameters(), config.optimizer, self._ranks, total_steps)
+            self._optimizer = PolicyOptimizer(named_blocks(self._model), config.optimizer, self._ranks, total_steps)
             self._publisher = Publisher(
                 self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
             )
@@ -102,7 +109,7 @@ class PolicyTrainer:
         optimizer = self._optimizer.step(request.policy.version, apply=batch.num_tokens > 0)
         totals = cast(list[float], cast(Any, self._ranks.sum(sums)).tolist())
         clock.end("optimizer")
-        return _report(request, batch, micro_batches, dict(zip(SUMS, totals, strict=True)), optimizer, clock)
+        return _report(request, batch, micro_batches, dict(zip(_TOTALS, totals, strict=True)), optimizer, clock)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
@@ -149,7 +156,7 @@ class PolicyTrainer:
         Raises:
             UserError: the directory exists or cannot be written.
         """
-        save_checkpoint(directory, state, self._model, self._optimizer.adamw, self._ranks)
+        save_checkpoint(directory, state, self._model, self._optimizer, self._ranks)
 
     def load_checkpoint(self, directory: Path) -> CheckpointState:
         """Continue from a checkpoint, whatever number of ranks wrote it.
@@ -157,7 +164,7 @@ class PolicyTrainer:
         Raises:
             UserError: it is incomplete, damaged, or of another model.
         """
-        return load_checkpoint(directory, self._model, self._optimizer.adamw, self._ranks)
+        return load_checkpoint(directory, self._model, self._optimizer, self._ranks)
 
     def close(self) -> None:
         """Leave the engines and the other ranks."""
@@ -166,12 +173,13 @@ class PolicyTrainer:
         leave_ranks()
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Tensor:
-        """Add the gradients of this rank's micro-batches; returns the sums of `SUMS`, float64."""
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._ranks.device)
+        """Add the gradients of this rank's micro-batches; returns the sums of `_TOTALS`, float64."""
+        sums = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._ranks.device)
         for micro in micro_batches:
-            loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            sums += added
+            with nullcontext((0, 0)) if self._replay is None else self._replay.using(micro) as (expected, replayed):
+                loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
+                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            sums += torch.cat((added, added.new_tensor((expected, replayed))))
         return sums
 
 
@@ -206,6 +214,7 @@ def _report(
     clock: _PhaseClock,
 ) -> StepReport:
     tokens = max(1, batch.num_tokens)
+    expected, replayed = sums["routing_expected"], sums["routing_replayed"]
     return StepReport(
         policy=request.policy,
         loss=sums["loss"],
@@ -232,4 +241,8 @@ def _report(
         zero_variance_groups=batch.zero_variance_groups,
         phases_s=tuple(clock.phases),
         skipped=optimizer.skipped,
+        block_norms=optimizer.block_norms,
+        block_scales=optimizer.block_scales,
+        routing_replayed_fraction=replayed / expected if expected else 0.0,
+        routing_fallback_fraction=(expected - replayed) / expected if expected else 0.0,
     )

@@ -6,6 +6,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.trajectory import RoutingTrace
 from rollout.weights import PolicyVersion
 
 
@@ -48,6 +49,8 @@ class TrainingSample:
     """Weight of each of its terms in the loss: the fixed denominator (1/N or 1/(S n))."""
     suspects: tuple[int, ...] = ()
     """Positions that the consistency service found suspect: GradLoc looks there first."""
+    routing: RoutingTrace | None = None
+    """The experts that the engine chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +71,10 @@ class MicroBatch:
     """[B]"""
     trajectory_ids: tuple[str, ...]
     """[B]; empty string for a filler row that keeps ranks in step."""
+    lengths: tuple[int, ...]
+    """[B] tokens of each row; 0 for a filler."""
+    routing: tuple[RoutingTrace | None, ...]
+    """[B] the experts that the engine chose; laid out for the model only where they are replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +125,10 @@ class StepReport:
     """(phase, seconds): decode, pack, forward_backward, optimizer."""
     skipped: str = ""
     """Reason why no step was applied (non-finite gradient), else empty."""
+    block_norms: tuple[tuple[str, float], ...] = ()
+    """(block, L2 norm of its gradient before any clip), in the order of the model."""
+    block_scales: tuple[tuple[str, float], ...] = ()
+    """(block, factor of its gradient by `trainer.optimizer.clip`), without the global clip; empty where no step was applied."""
     mean_abs_rollout_difference: float = 0.0
     """Mean |log pi_now - rollout log-prob| over the loss's tokens, nats: |d_total|."""
     mean_abs_engine_difference: float = 0.0
@@ -129,3 +140,7 @@ class StepReport:
     correction_zero_fraction: float = 0.0
     """Share of the loss's tokens whose weight is 0."""
     old_logprob_source: OldLogprobSource = OldLogprobSource.ROLLOUT
+    routing_replayed_fraction: float = 0.0
+    """Share of the inputs that predict something whose experts were the engine's; 0 without a replay."""
+    routing_fallback_fraction: float = 0.0
+    """Share of them whose experts were the trainer's own although a replay was asked for: the engine's are missing or hollow; 0 without a replay."""

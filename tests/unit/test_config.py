@@ -40,6 +40,34 @@ def test_a_mistake_is_named_with_its_key(override: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("engine.type=torch", "engine.return_routing=true"), "set model.moe = true"),
+        (("engine.type=torch", "model.type=tiny", "model.moe=true"), "set engine.return_routing = true (torch, or vllm on GPU)"),
+        (("model.type=tiny", "model.moe=true",), "got trainer.replay_routing = true with engine.type = 'vllm'"),
+        (("trainer.type=scripted", "engine.type=torch", "engine.return_routing=true", "model.type=tiny", "model.moe=true"), 'set trainer.type = "fsdp"'),
+    ],
+)
+def test_a_replay_without_routing_to_replay_is_refused_with_the_cure(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse("trainer.replay_routing=true", *overrides)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [("engine.type=torch",), ("engine.type=vllm", "engine.num_gpus=1")])
+def test_a_replay_of_an_engine_that_returns_routing_is_taken(engine: tuple[str, ...]) -> None:
+    config = parse("trainer.replay_routing=true", *engine, "engine.return_routing=true", "model.type=tiny", "model.moe=true")
+    assert config.trainer.replay_routing
+
+
+def test_vllm_returns_routing_only_on_gpu_and_where_it_shares_prefixes() -> None:
+    with pytest.raises(UserError, match=r"needs Triton and so a GPU; set engine.num_gpus"):
+        parse("engine.type=vllm", "engine.return_routing=true", "model.type=tiny", "model.moe=true")
+    with pytest.raises(UserError, match=r'set engine\.kv_across_versions = "recompute"'):
+        parse("engine.type=vllm", "engine.return_routing=true", "model.type=tiny", "model.moe=true", "engine.num_gpus=1", "engine.kv_across_versions=keep")
+
+
 def test_an_unknown_key_inside_a_chosen_kind_names_that_kinds_keys() -> None:
     with pytest.raises(UserError, match=r"engine\.max_num_seq: unknown key; the nearest known key is 'max_num_seqs'"):
         parse_config({"engine": {"type": "torch", "max_num_seq": 3}}, "test")
