@@ -27,6 +27,7 @@ class ConsistencyActor:
             config=spec.consistency,
             trainer=spec.trainer,
             environment=spec.environment,
+            engine=spec.engine,
             max_staleness=spec.max_staleness,
             deterministic=spec.deterministic,
         )

@@ -258,7 +258,17 @@ class Consistency:
         await self._book.end([_ending(group) for group in refused])
         self._book.ring()
 
+    async def _note_lost_routing(self, gap: ReplicaGap) -> None:
+        """An event when a replica's routing evidence begins to have holes; what is missing is never a cause of a gap."""
+        before, now = self.sums.gaps.get(gap.replica), gap.routing
+        whole_before = before is None or before.routing is None or before.routing.coverage == 1.0
+        if now is not None and now.coverage < 1.0 and whole_before:
+            codes = ",".join(finding.code for finding in gap.findings if finding.check is Check.ROUTING)
+            fields = {"replica": gap.replica, "policy": gap.newest.key, "coverage": now.coverage, "hollow_cells": now.hollow_cells, "codes": codes}
+            await self._book.store.record_event("routing_incomplete", {**fields})
+
     async def _take_gap(self, gap: ReplicaGap) -> None:
+        await self._note_lost_routing(gap)
         self.sums.gaps[gap.replica] = gap
         if self._baselines.get(gap.replica) is None and gap.num_tokens and math.isfinite(gap.k3):
             self._baselines.set(

@@ -21,6 +21,7 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
         "consistency_gap_ess": min((gap.ess for gap in gaps), default=UNKNOWN),
         "consistency_gap_tail": _worst(gaps, lambda gap: gap.outside_factor_two),
         "consistency_baseline_multiple": max(multiples, default=UNKNOWN),
+        **routing_columns(sums),
         "consistency_audited_groups": sums.audited,
         "consistency_skipped_groups": sums.skipped,
         "consistency_masked": sums.verdicts[Verdict.MASK],
@@ -31,6 +32,17 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
         "consistency_held_versions": sums.held_versions,
         "consistency_held_bytes": sums.held_bytes,
         "auditor_restarts": sums.restarts,
+    }
+
+
+def routing_columns(sums: ConsistencySums) -> dict[str, float]:
+    """Of the newest audit: the largest mismatch among replicas that returned routing, the least coverage among those that should have."""
+    routings = [gap.routing for gap in sums.gaps.values() if gap.routing is not None]
+    compared = [routing for routing in routings if routing.num_rows]
+    return {
+        "consistency_routing_mismatch": max((routing.mismatch for routing in compared), default=UNKNOWN),
+        "consistency_routing_any_mismatch": max((routing.token_any_mismatch for routing in compared), default=UNKNOWN),
+        "consistency_routing_coverage": min((routing.coverage for routing in routings), default=UNKNOWN),
     }
 
 

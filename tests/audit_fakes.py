@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from rollout.trajectory import Trajectory
 from trainer.consistency.config import ConsistencyConfig
 from trainer.consistency.protocols import ScoreOptions
+from trainer.consistency.routing import RoutingAgreement
 from trainer.consistency.service import Auditor, PromptReader
 from trainer.model_dir import ModelFacts
 
@@ -20,6 +21,13 @@ class ScriptedScorer:
         self.held: dict[str, str] = {"v0": ""}
         self.held_bytes = 0
         self.asked: list[ScoreOptions] = []
+        self.agree: Callable[[Trajectory], RoutingAgreement | None] = lambda trajectory: None
+        """How far a trajectory's routing agrees."""
+
+    def score_with_routing(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None]]:
+        return self.score(trajectories, options), [self.agree(trajectory) for trajectory in trajectories]
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
         self.asked.append(options)
@@ -29,10 +37,17 @@ class ScriptedScorer:
 
 
 def scripted_auditor(
-    config: ConsistencyConfig, scorer: ScriptedScorer | None = None, vocab_size: int = 32, prompts: PromptReader | None = None
+    config: ConsistencyConfig,
+    scorer: ScriptedScorer | None = None,
+    vocab_size: int = 32,
+    prompts: PromptReader | None = None,
+    moe: bool = False,
+    routing_expected: bool = False,
 ) -> Auditor:
-    """An auditor over a scripted scorer, for a dense model."""
+    """An auditor over a scripted scorer."""
     facts = ModelFacts(
-        architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=False, tied=False, num_parameters=1, weight_bytes=4
+        architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=moe, tied=False, num_parameters=1, weight_bytes=4
     )
-    return Auditor(scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False, prompts=prompts)
+    return Auditor(
+        scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False, prompts=prompts, routing_expected=routing_expected
+    )

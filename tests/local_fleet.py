@@ -298,6 +298,7 @@ class LocalFleet:
             config=config.consistency,
             trainer=config.trainer,
             environment=config.environment,
+            engine=config.engine,
             max_staleness=config.staleness.max_staleness,
             deterministic=config.run.deterministic,
         )

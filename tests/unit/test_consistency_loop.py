@@ -4,9 +4,11 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from audit_fakes import ScriptedScorer, scripted_auditor
 from local_fleet import LocalFleet, QuietReporter, inputs_of
@@ -38,11 +40,14 @@ class WatchedTrainer(ScriptedTrainer):
         super().__init__(config.trainer)
         self.sources: list[OldLogprobSource] = []
         self.verdicts: list[tuple[bytes, ...]] = []
+        self.replayed = (0.0, 0.0)
+        """Shares of a replay that each step reports."""
 
     def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         self.sources.append(request.old_logprobs)
         self.verdicts.append(groups.verdicts)
-        return super().step(groups, request)
+        replayed, fallback = self.replayed
+        return replace(super().step(groups, request), routing_replayed_fraction=replayed, routing_fallback_fraction=fallback)
 
 
 class Case:
@@ -169,6 +174,25 @@ def test_audit_watches_a_share_and_the_estimator_never_hears_of_it(tmp_path: Pat
     assert 0 < summary["consistency"]["audited_groups"] < summary["dispatched"]
     assert case.events("consistency_finding")
     assert len(case.events("consistency_baseline")) == 1
+
+
+def test_routing_that_does_not_arrive_is_an_event_once_and_a_column_and_no_finding(tmp_path: Path) -> None:
+    case = Case(tmp_path, {"mode": "gate"}, make=lambda config: scripted_auditor(config, moe=True, routing_expected=True))
+    case.drive()
+    (event,) = case.events("routing_incomplete")
+    assert (event["replica"], event["coverage"], event["codes"]) == (0, 0.0, "routing_missing")
+    assert not case.events("consistency_finding")
+    columns = pq.read_table(case.run.metrics).to_pydict()
+    assert columns["consistency_routing_coverage"][-1] == 0.0
+    assert columns["consistency_routing_mismatch"][-1] == -1.0
+
+
+def test_what_a_replay_covered_is_logged_with_its_step(tmp_path: Path) -> None:
+    case = Case(tmp_path, {"mode": "off"})
+    case.trainer.replayed = (0.75, 0.25)
+    case.drive()
+    columns = pq.read_table(case.run.metrics).to_pydict()
+    assert (columns["routing_replayed"], columns["routing_fallback"]) == ([0.75] * 6, [0.25] * 6)
 
 
 def test_the_same_groups_are_audited_whatever_happened_before(tmp_path: Path) -> None:

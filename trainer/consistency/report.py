@@ -45,6 +45,28 @@ class GroupVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingFacts:
+    """How far a replica's experts are those of the trainer, over rows that predict a scored token. Without a compared row the fractions are NaN."""
+
+    num_rows: int
+    """Rows compared."""
+    coverage: float
+    """Rows compared of those that should have been: below 1 the engine's evidence has holes."""
+    mismatch: float
+    """Fraction of cells (one block of one row) whose two sets of experts differ."""
+    token_any_mismatch: float
+    """Fraction of rows whose sets differ in some block; counted, never derived."""
+    gate_gap_mismatch: float | None
+    """The mismatch with each flip weighed by how certain the trainer's choice is: what near ties do not explain."""
+    jaccard: float
+    """Mean |intersection| / |union| of a cell."""
+    block_mismatch: tuple[float, ...]
+    """Of each block with experts."""
+    hollow_cells: int
+    """Cells that name an expert twice or one that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaGap:
     """One replica in one batch: how far its log-probs are from the trainer's, and why."""
 
@@ -68,6 +90,8 @@ class ReplicaGap:
     """Of all its trajectories, without repeats of one code."""
     attribution: Attribution | None
     """None while the gap is within limits."""
+    routing: RoutingFacts | None = None
+    """None for a dense model, and where no routing came and none was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

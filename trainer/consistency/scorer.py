@@ -24,7 +24,9 @@ from rollout.trajectory import Trajectory, VersionSpan
 from rollout.weights import PolicyVersion
 from trainer.consistency.number_formats import conversion
 from trainer.consistency.protocols import ScoreOptions
+from trainer.consistency.routing import RoutingAgreement
 from trainer.consistency.score_rows import Sampler, ScoreBatch, ScoreRow, batch_routing, batches_of, continued_rows, generations, padded, prefix_rows
+from trainer.consistency.scored_routing import RoutingListener
 from trainer.consistency.truncation import truncated_logprobs
 from trainer.consistency.versions import HeldVersions, VersionGoneError
 from trainer.logprobs import chunked_logprobs
@@ -80,6 +82,8 @@ class Scorer:
         self._model = self._versions.model
         self._batch_tokens, self._device = batch_tokens, device
         self._replay: _Replay | None = None
+        self._listener: RoutingListener | None = None
+        self._listens = False
         self._unknown: dict[str, str] = {}
 
     @property
@@ -127,6 +131,24 @@ class Scorer:
         for sampler, rows in plan.continued:
             self._score_continued(scores, rows, sampler, options)
         return scores
+
+    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[_Scores, list[RoutingAgreement | None]]:
+        """`score`, and how far each trajectory's trace agrees with the experts that this module chooses for the scored tokens, each at its own version.
+
+        None where a trajectory has no trace, nothing of it was scored, or the model is dense. Under `replay_routing` the experts compared are still those that
+        the routers choose by themselves.
+
+        Raises:
+            UserError: as `score`; or a router tells no logits.
+        """
+        self._prepare_listener()
+        self._listens = True
+        try:
+            scores = self.score(trajectories, options)
+        finally:
+            self._listens = False
+            agreements = None if self._listener is None else self._listener.take(len(trajectories))
+        return scores, agreements or [None] * len(trajectories)
 
     def canary_score(self, token_ids: NDArray[np.int32], policy: PolicyVersion) -> NDArray[np.float32]:
         """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be had (`unknown` says why)."""
@@ -191,7 +213,7 @@ class Scorer:
     def _forward(self, batch: ScoreBatch, sampler: Sampler, options: ScoreOptions, cache: DynamicCache | None = None) -> NDArray[np.float32]:
         """[N] log-probs of the batch's targets under the active weights; a cache is read and extended."""
         token_ids, positions, targets = (self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets))
-        with torch.inference_mode(), self._routing(batch, options):
+        with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
             if cache is None and not sampler.truncates:
                 logprobs = self._model(token_ids, positions, targets, sampler.temperature)[0]
             else:
@@ -209,11 +231,22 @@ class Scorer:
             return truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
         return chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)[0]
 
+    def _counts(self) -> tuple[int, int] | None:
+        """(experts a block, experts a token); None for a dense model."""
+        return expert_counts(cast(Any, self._model.causal_lm).config.get_text_config())
+
+    def _prepare_listener(self) -> None:
+        counts = self._counts()
+        if self._listener is None and counts is not None and find_routers(self._model.causal_lm):
+            self._listener = RoutingListener(self._model.causal_lm, *counts)
+
+    def _listening(self, batch: ScoreBatch) -> AbstractContextManager[None]:
+        return self._listener.listening(batch) if self._listens and self._listener is not None else nullcontext()
+
     def _prepare_replay(self) -> None:
         if self._replay is not None:
             return
-        model = self._model.causal_lm
-        counts = expert_counts(cast(Any, model).config.get_text_config())
+        model, counts = self._model.causal_lm, self._counts()
         if counts is None:
             raise UserError(f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture of experts")
         self._replay = _Replay(RoutingReplay(model, *counts), counts[0], (len(find_routers(model)), counts[1]))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.codec import decode
-from rollout.config import EnvironmentConfig
+from rollout.config import EngineConfig, EnvironmentConfig, returns_routing
 from rollout.environments.registry import build_envs
 from rollout.prompts import Prompt
 from rollout.tokenizer import load_tokenizer
@@ -26,6 +26,8 @@ from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvide
 from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
 from trainer.consistency.protocols import Rescorer, ScoreOptions
 from trainer.consistency.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
+from trainer.consistency.routing import RoutingAgreement
+from trainer.consistency.routing_evidence import check_routing, routing_facts
 from trainer.consistency.structure import check_same_ids, check_trajectory
 from trainer.consistency.verdicts import Decision, decide
 from trainer.consistency.versions_agreement import check_versions
@@ -36,6 +38,10 @@ Scores = list[NDArray[np.float32]]
 
 class ServiceScorer(Rescorer, Protocol):
     """A rescorer that says what it holds."""
+
+    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[Scores, list[RoutingAgreement | None]]:
+        """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to compare."""
+        ...
 
     @property
     def held(self) -> dict[str, str]:
@@ -56,6 +62,7 @@ class _Scored:
     findings: tuple[Finding, ...]
     scores: NDArray[np.float32]
     """[T] nats, NaN where it could not be scored."""
+    routing: RoutingAgreement | None = None
 
     @property
     def mask(self) -> NDArray[np.bool_]:
@@ -79,13 +86,17 @@ class PromptReader:
 class _Counted:
     """A rescorer that counts the tokens it was asked for."""
 
-    def __init__(self, scorer: Rescorer) -> None:
+    def __init__(self, scorer: ServiceScorer) -> None:
         self._scorer = scorer
         self.tokens = 0
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> Scores:
         self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
         return self._scorer.score(trajectories, options)
+
+    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[Scores, list[RoutingAgreement | None]]:
+        self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
+        return self._scorer.score_with_routing(trajectories, options)
 
 
 class Auditor:
@@ -100,10 +111,18 @@ class Auditor:
         bos_id: int | None,
         deterministic: bool,
         prompts: PromptReader | None = None,
+        routing_expected: bool = False,
+        options: ScoreOptions | None = None,
     ) -> None:
-        """Without `prompts`, the ids of prompts are not compared with their text."""
+        """Without `prompts`, the ids of prompts are not compared with their text.
+
+        Args:
+            routing_expected: engines are asked to return the routing of a mixture of experts.
+            options: how the trainer computes; None for its plain forward pass.
+        """
         self._scorer, self._config, self._model, self._bos_id, self._deterministic = scorer, config, model, bos_id, deterministic
         self._prompts = prompts
+        self._routing_expected, self._options = routing_expected and model.is_moe, options or ScoreOptions()
 
     def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """The report for the driver, and the evidence of every group as an annotation of `kind`.
@@ -129,15 +148,23 @@ class Auditor:
         )
         return report, tuple(Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence)
 
-    def _score(self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: Rescorer) -> list[_Scored]:
+    def _score(self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: _Counted) -> list[_Scored]:
         reader, asked = self._prompts, dict[str, NDArray[np.int32]]()
         if reader is not None:
             asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        scores = scorer.score(trajectories, ScoreOptions())
+        scores, routings = scorer.score_with_routing(trajectories, self._options)
         return [
-            _Scored(trajectory=trajectory, findings=self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed), scores=values)
-            for trajectory, values in zip(trajectories, scores, strict=True)
+            _Scored(
+                trajectory=trajectory,
+                findings=(
+                    *self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed),
+                    *(check_routing(trajectory, routing, expected=self._routing_expected) if self._model.is_moe else ()),
+                ),
+                scores=values,
+                routing=routing,
+            )
+            for trajectory, values, routing in zip(trajectories, scores, routings, strict=True)
         ]
 
     def _check(self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]) -> tuple[Finding, ...]:
@@ -173,7 +200,11 @@ class Auditor:
             outside_factor_two=summary.f2,
             findings=tuple({finding.code: finding for finding in reversed(findings)}.values()),
             attribution=attribution,
+            routing=routing_facts([each.routing for each in scored], self._tokens_without_trace(scored)),
         )
+
+    def _tokens_without_trace(self, scored: Sequence[_Scored]) -> int:
+        return sum(each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None)
 
     def _attribute(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits) -> Attribution | None:
         """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few must not drown in the rest."""
@@ -232,6 +263,7 @@ def build_auditor(
     config: ConsistencyConfig,
     trainer: TrainerConfig,
     environment: EnvironmentConfig,
+    engine: EngineConfig,
     max_staleness: int,
     deterministic: bool,
 ) -> Auditor:
@@ -259,7 +291,16 @@ def build_auditor(
     prompts = PromptReader(
         read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(), special_ids=tokenizer.special_ids
     )
-    return Auditor(scorer, config, facts, bos_id=tokenizer.bos_id, deterministic=deterministic, prompts=prompts)
+    return Auditor(
+        scorer,
+        config,
+        facts,
+        bos_id=tokenizer.bos_id,
+        deterministic=deterministic,
+        prompts=prompts,
+        routing_expected=returns_routing(engine),
+        options=ScoreOptions(replay_routing=trainer.replay_routing),
+    )
 
 
 def _by_replica(scored: Sequence[_Scored]) -> dict[int, list[_Scored]]:
