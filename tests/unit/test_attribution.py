@@ -400,3 +400,17 @@ def test_other_semantics_of_some_spans_do_not_drown_in_those_that_are_as_declare
     crossing = trajectory((V[3], 4), (V[4], 4), temperature=0.8)
     table: dict[ScoreOptions, float | Sequence[float]] = {AS_LOGGED: [0.0] * 4 + [0.4] * 4, ScoreOptions(temperature=1.0): [0.4] * 4 + [0.0] * 4}
     assert parts(ask(TableRescorer(table), crossing)) == {Cause.LOGPROB_SEMANTICS: 0.2}
+
+
+def test_a_label_that_goes_wrong_within_a_span_is_a_version_tag():
+    """Six tokens of version 3 were labelled 2, like the two before them."""
+    table: dict[ScoreOptions, float | Sequence[float]] = {AS_LOGGED: [0.0] * 2 + [0.4] * 6, ScoreOptions(version_offset=1): [0.4] * 2 + [0.0] * 6}
+    assert parts(ask(TableRescorer(table), trajectory((V[2], 8)))) == {Cause.VERSION_TAG: 0.3}
+
+
+def test_rounding_in_transport_that_begins_within_a_span_is_precision():
+    sent = rounded_log(SCORES)
+    gap = np.where(np.arange(8) < 3, 0.0, SCORES.astype(np.float64) - bfloat16_grid(SCORES))
+    sent.rollout_logprobs[sent.sampled] = np.where(np.arange(8) < 3, SCORES, sent.rollout_logprobs[sent.sampled])
+    found = ask(TableRescorer({AS_LOGGED: gap.tolist()}), sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-4}))
+    assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(0.0, abs=1e-9)

@@ -126,19 +126,29 @@ class _Inquiry:
         return self._best(map(self.ask, candidates), enough)
 
     def best_by_span(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
-        """As `best`, where each candidate holds for some spans only and the others stay as they are: a fault may begin, end, or touch a share of requests."""
-        places = _numbered(self.trajectories, lambda index, span: (index, span.start))
-        return self._best((self._mixed((self.now, self.ask(options)), places) for options in candidates), enough)
+        """As `best`, where a candidate holds for some spans, or from a token of a span on, and the rest stays as it is: a fault begins, or touches a share."""
+        return self._best((self.begun(self.ask(options)) for options in candidates), enough)
 
     def best_by_label(self, candidates: Iterable[ScoreOptions], enough: float) -> _Answer | None:
-        """As `best`, where each policy's tokens have a candidate of their own, or none: a replica that stays at one version is off by more at each new one."""
-        places, answers = _numbered(self.trajectories, lambda index, span: span.policy), [self.now]
+        """As `best_by_span`, where each policy's tokens have a candidate of their own: a replica that stays at one version is off by more at each new one."""
+        places, answers = self.select(_numbered(self.trajectories, lambda index, span: span.policy)), [self.now]
         for options in candidates:
-            answers.append(self.ask(options))
+            answers.append(self.begun(self.ask(options)))
             mixed = self._mixed(answers, places)
             if self.closes(mixed) >= enough * self.now.left:
                 break
         return self._mixed(answers, places) if len(answers) > 1 else None
+
+    def begun(self, answer: _Answer) -> _Answer:
+        """In each span the present answer up to the token from which on `answer` leaves less: from its first, from none, or from one in between."""
+        spans = self.select(_numbered(self.trajectories, lambda index, span: (index, span.start)))
+        taken = np.zeros(spans.size, dtype=np.bool_)
+        for start, end in pairwise([0, *(np.flatnonzero(np.diff(spans)) + 1), spans.size]):
+            gained = np.cumsum((self.now.gaps[start:end] - answer.gaps[start:end])[::-1])[::-1]
+            first = int(gained.argmax())
+            taken[start + first : end] = gained[first] > 0.0
+        values, gaps = (np.where(taken, theirs, mine) for theirs, mine in ((answer.values, self.now.values), (answer.gaps, self.now.gaps)))
+        return _Answer(options=answer.options, values=values, gaps=gaps)
 
     def _best(self, answers: Iterable[_Answer], enough: float) -> _Answer | None:
         best = None
@@ -148,9 +158,8 @@ class _Inquiry:
                 break
         return best
 
-    def _mixed(self, answers: Sequence[_Answer], places: Sequence[NDArray[np.int64]]) -> _Answer:
+    def _mixed(self, answers: Sequence[_Answer], place: NDArray[np.int64]) -> _Answer:
         """For all tokens of one place the answer that leaves the least of their gap."""
-        place = self.select(places)
         left = np.stack([np.bincount(place, weights=answer.gaps) for answer in answers])
         chosen, tokens = left.argmin(axis=0)[place], np.arange(place.size)
         values, gaps = np.stack([answer.values for answer in answers]), np.stack([answer.gaps for answer in answers])
@@ -300,10 +309,12 @@ def _precision(inquiry: _Inquiry) -> None:
 
 
 def _rounded(inquiry: _Inquiry, answer: _Answer) -> _Answer | None:
-    """The answer after transport in bfloat16, if the log then agrees with it to the last bit."""
-    rounded = inquiry.answer(answer.options, np.where(np.isnan(answer.values), answer.values, bfloat16_grid(answer.values)))
-    agree = np.isfinite(answer.values) & (rounded.gaps <= ROUNDED_NATS)
-    return rounded if agree.mean() >= ROUNDED_SHARE else None
+    """The answer after transport in bfloat16, if where that helps the log then agrees with it to the last bit."""
+    values = np.where(np.isnan(answer.values), answer.values, bfloat16_grid(answer.values))
+    begun = inquiry.begun(inquiry.answer(answer.options, values))
+    helps = begun.gaps < answer.gaps
+    agree = np.isfinite(values) & (begun.gaps <= ROUNDED_NATS)
+    return begun if helps.any() and agree[helps].mean() >= ROUNDED_SHARE else None
 
 
 def _stale_kv(inquiry: _Inquiry) -> None:
