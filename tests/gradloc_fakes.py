@@ -1,0 +1,57 @@
+"""A probe over given gradient vectors, for tests of the gradient search without a model."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.stability.tree import Segment
+
+
+class VectorProbe:
+    """Leaf i has the gradient `vectors[i]`; every measurement is one pass."""
+
+    eps = float(np.finfo(np.float32).eps)
+
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self.vectors = vectors
+        self._held: tuple[Segment, NDArray[np.float32]] | None = None
+        self._last: tuple[Segment, NDArray[np.float32]] | None = None
+        self.asked: list[Segment] = []
+
+    @classmethod
+    def orthogonal(cls, norms: Sequence[float]) -> "VectorProbe":
+        return cls(np.diag(np.array(norms, dtype=np.float32)))
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.vectors)
+
+    def cost(self, segment: Segment) -> int:
+        return 1
+
+    def norm(self, segment: Segment) -> float:
+        self.asked.append(segment)
+        with np.errstate(invalid="ignore"):
+            gradient = self.vectors[segment.start : segment.end].sum(axis=0)
+        self._last = (segment, gradient)
+        return float(np.linalg.norm(gradient.astype(np.float64)))
+
+    def holds(self, segment: Segment) -> bool:
+        return any(kept is not None and kept[0] == segment for kept in (self._held, self._last))
+
+    def hold(self, segment: Segment) -> None:
+        if self._held is not None and self._held[0] == segment:
+            return
+        if self._last is None or self._last[0] != segment:
+            self.norm(segment)
+        self._held = self._last
+
+    def remainder(self, sibling: Segment) -> float:
+        assert self._held is not None and self._last is not None
+        return float(np.linalg.norm((self._held[1] - self._last[1]).astype(np.float64)))
+
+    def descend(self, child: Segment, *, measured: bool) -> None:
+        assert self._held is not None and self._last is not None
+        self._held = (child, self._last[1] if measured else self._held[1] - self._last[1])
+        self._last = None
