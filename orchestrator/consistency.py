@@ -276,7 +276,8 @@ class Consistency:
                     engine=gap.engine, replica=gap.replica, mean_abs=gap.mean_abs, k3=gap.k3, f2=gap.outside_factor_two, tokens=gap.num_tokens
                 )
             )
-            fields = {"replica": gap.replica, "mean_abs_nats": gap.mean_abs, "k3_nats": gap.k3, "tokens": gap.num_tokens, "policy": gap.newest.key}
+            fields = {"replica": gap.replica, "mean_abs_nats": gap.mean_abs, "k3_nats": gap.k3, "tokens": gap.num_tokens}
+            fields |= {"policy": gap.newest.key, "trainer_rounding_nats": gap.trainer_rounding}
             await self._book.store.record_event("consistency_baseline", {**fields})
         failed = [finding for finding in gap.findings if finding.severity is Severity.FAIL]
         if not failed and gap.attribution is None:

@@ -63,7 +63,6 @@ class Loop:
         baselines: Baselines | None = None,
     ) -> None:
         """With `baselines`, the consistency service of the config's mode takes part; without, nothing is scored."""
-        staleness, run = config.staleness, config.run
         self._config = config
         self._fleet = fleet
         self.replicas = replicas
@@ -79,21 +78,14 @@ class Loop:
             progress=self.progress,
         )
         self.supervision = Supervision(replicas=replicas, book=self.book, deadlines=config.deadlines, spawn=self._spawn)
-        mode = PauseMode.DRAIN if run.deterministic else PauseMode(config.engine.kv_across_versions)
-        transfer, fail = build_transfer(config, fleet.trainer), self.supervision.fail
-        self.publisher = Publisher(
-            replicas=replicas, store=fleet.store, first=opening.manifest, mode=mode, on_commit=self._committed, on_failure=fail, transfer=transfer
-        )
-        self.supervision.publisher = self.publisher
-        if run.deterministic:
-            self.publisher.ready_to_apply = self._until_idle
+        self.publisher = self.supervision.publisher = self._publisher(config, opening.manifest)
         self.admission = Admission(
             book=self.book,
-            window=Window(max_staleness=staleness.max_staleness, batch_groups=run.batch_groups, max_concurrent=config.max_concurrent_groups),
+            window=_window(config),
             source=source,
             publisher=self.publisher,
             replicas=replicas,
-            group_size=run.group_size,
+            group_size=config.run.group_size,
             submit_deadline_s=config.deadlines.store_s,
         )
         self.collection = Collection(fleet=fleet, replicas=replicas, book=self.book, admission=self.admission, max_attempts=config.episodes.max_attempts)
@@ -111,6 +103,20 @@ class Loop:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None
+
+    def _publisher(self, config: RunConfig, first: WeightManifest) -> Publisher:
+        publisher = Publisher(
+            replicas=self.replicas,
+            store=self._fleet.store,
+            first=first,
+            mode=PauseMode.DRAIN if config.run.deterministic else PauseMode(config.engine.kv_across_versions),
+            on_commit=self._committed,
+            on_failure=self.supervision.fail,
+            transfer=build_transfer(config, self._fleet.trainer),
+        )
+        if config.run.deterministic:
+            publisher.ready_to_apply = self._until_idle
+        return publisher
 
     def _consistency(self, config: RunConfig, baselines: Baselines, opening: Opening) -> Consistency:
         consistency = Consistency(
@@ -189,6 +195,10 @@ class Loop:
         self.book.idle.clear()
         self.book.admit_bell.set()
         await self.book.idle.wait()
+
+
+def _window(config: RunConfig) -> Window:
+    return Window(max_staleness=config.staleness.max_staleness, batch_groups=config.run.batch_groups, max_concurrent=config.max_concurrent_groups)
 
 
 def _gate(config: RunConfig, *, audited_only: bool) -> Gate:

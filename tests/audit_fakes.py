@@ -9,7 +9,7 @@ from rollout.trajectory import Trajectory
 from trainer.consistency.config import ConsistencyConfig
 from trainer.consistency.protocols import ScoreOptions
 from trainer.consistency.routing import RoutingAgreement
-from trainer.consistency.service import Auditor, PromptReader
+from trainer.consistency.service import AuditedRun, Auditor, PromptReader
 from trainer.model_dir import ModelFacts
 
 
@@ -43,11 +43,11 @@ def scripted_auditor(
     prompts: PromptReader | None = None,
     moe: bool = False,
     routing_expected: bool = False,
+    trainer_dtype: str = "float32",
 ) -> Auditor:
     """An auditor over a scripted scorer."""
     facts = ModelFacts(
         architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=moe, tied=False, num_parameters=1, weight_bytes=4
     )
-    return Auditor(
-        scorer or ScriptedScorer(), config, facts, bos_id=None, deterministic=False, prompts=prompts, routing_expected=routing_expected
-    )
+    run = AuditedRun(model=facts, prompts=prompts, returns_routing=routing_expected, trainer_dtype=trainer_dtype)
+    return Auditor(scorer or ScriptedScorer(), config, run)

@@ -115,3 +115,12 @@ def test_a_prompt_that_was_encoded_otherwise_is_rejected_and_blamed_on_the_token
     assert any(reason.startswith("drift_") for reason in report.groups[0].reasons)
     attribution = report.gaps[0].attribution
     assert attribution is not None and attribution.first is Cause.TOKENIZER
+
+
+def test_a_first_audit_of_a_bf16_trainer_measures_it_against_its_own_float32():
+    scorer = ScriptedScorer(lambda t, o: 0.003 if o.dtype == "float32" else 0.0)
+    auditor = scripted_auditor(ConsistencyConfig(), scorer, trainer_dtype="bfloat16")
+    for baseline, expected in ((None, pytest.approx(0.003, rel=1e-3)), (0.001, None)):
+        context = AuditContext(committed=frozenset((BASE,)), replicas=(facts(baseline=baseline),))
+        report, _ = auditor.audit(build_stored([build_group()]), context, "verdict")
+        assert report.gaps[0].trainer_rounding == expected

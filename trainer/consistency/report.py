@@ -90,6 +90,8 @@ class ReplicaGap:
     """Of all its trajectories, without repeats of one code."""
     attribution: Attribution | None
     """None while the gap is within limits."""
+    trainer_rounding: float | None = None
+    """Mean |difference| of the trainer's log-probs from its own in float32, nats; measured with the replica's baseline only."""
     routing: RoutingFacts | None = None
     """None for a dense model, and where no routing came and none was expected."""
 

@@ -5,7 +5,7 @@ Owns that order. It runs inside a service actor and must never know actors, the 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -99,30 +99,28 @@ class _Counted:
         return self._scorer.score_with_routing(trajectories, options)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedRun:
+    """What the service must know of the run that it audits."""
+
+    model: ModelFacts
+    bos_id: int | None = None
+    deterministic: bool = False
+    trainer_dtype: str = "float32"
+    prompts: PromptReader | None = None
+    """None: the ids of prompts are not compared with their text."""
+    returns_routing: bool = False
+    """Whether engines are asked to return the routing of a mixture of experts."""
+    options: ScoreOptions = field(default_factory=ScoreOptions)
+    """How the trainer computes, routing replay included."""
+
+
 class Auditor:
     """Scores and judges. One lives as long as its actor."""
 
-    def __init__(
-        self,
-        scorer: ServiceScorer,
-        config: ConsistencyConfig,
-        model: ModelFacts,
-        *,
-        bos_id: int | None,
-        deterministic: bool,
-        prompts: PromptReader | None = None,
-        routing_expected: bool = False,
-        options: ScoreOptions | None = None,
-    ) -> None:
-        """Without `prompts`, the ids of prompts are not compared with their text.
-
-        Args:
-            routing_expected: engines are asked to return the routing of a mixture of experts.
-            options: how the trainer computes; None for its plain forward pass.
-        """
-        self._scorer, self._config, self._model, self._bos_id, self._deterministic = scorer, config, model, bos_id, deterministic
-        self._prompts = prompts
-        self._routing_expected, self._options = routing_expected and model.is_moe, options or ScoreOptions()
+    def __init__(self, scorer: ServiceScorer, config: ConsistencyConfig, run: AuditedRun) -> None:
+        self._scorer, self._config, self._run = scorer, config, run
+        self._routing_expected = run.returns_routing and run.model.is_moe
 
     def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """The report for the driver, and the evidence of every group as an annotation of `kind`.
@@ -149,17 +147,17 @@ class Auditor:
         return report, tuple(Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence)
 
     def _score(self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: _Counted) -> list[_Scored]:
-        reader, asked = self._prompts, dict[str, NDArray[np.int32]]()
+        reader, asked = self._run.prompts, dict[str, NDArray[np.int32]]()
         if reader is not None:
             asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        scores, routings = scorer.score_with_routing(trajectories, self._options)
+        scores, routings = scorer.score_with_routing(trajectories, self._run.options)
         return [
             _Scored(
                 trajectory=trajectory,
                 findings=(
                     *self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed),
-                    *(check_routing(trajectory, routing, expected=self._routing_expected) if self._model.is_moe else ()),
+                    *(check_routing(trajectory, routing, expected=self._routing_expected) if self._run.model.is_moe else ()),
                 ),
                 scores=values,
                 routing=routing,
@@ -170,14 +168,14 @@ class Auditor:
     def _check(self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]) -> tuple[Finding, ...]:
         newest = max(committed, default=trajectory.version_spans[0].policy)
         return (
-            *check_trajectory(trajectory, self._model.vocab_size, self._bos_id),
-            *(() if prompt_ids is None or self._prompts is None else self._prompts.check(prompt_ids, trajectory)),
+            *check_trajectory(trajectory, self._run.model.vocab_size, self._run.bos_id),
+            *(() if prompt_ids is None or self._run.prompts is None else self._run.prompts.check(prompt_ids, trajectory)),
             *check_versions(trajectory, known=committed, committed=newest),
         )
 
     def _limits(self, trajectory: Trajectory) -> GapLimits:
         tag = trajectory.tag
-        return self._config.limits or default_limits(tag.weights_dtype, tag.quantization, self._model.is_moe, self._deterministic)
+        return self._config.limits or default_limits(tag.weights_dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic)
 
     def _gap(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer) -> ReplicaGap:
         """One replica's gap over all its trajectories of the batch, and its attribution when it is out of bounds."""
@@ -200,11 +198,20 @@ class Auditor:
             outside_factor_two=summary.f2,
             findings=tuple({finding.code: finding for finding in reversed(findings)}.values()),
             attribution=attribution,
+            trainer_rounding=self._rounding(scored, scorer) if facts.baseline is None else None,
             routing=routing_facts([each.routing for each in scored], self._tokens_without_trace(scored)),
         )
 
     def _tokens_without_trace(self, scored: Sequence[_Scored]) -> int:
         return sum(each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None)
+
+    def _rounding(self, scored: Sequence[_Scored], scorer: Rescorer) -> float:
+        """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in every gap."""
+        if self._run.trainer_dtype == "float32":
+            return 0.0
+        exact = scorer.score([each.trajectory for each in scored], ScoreOptions(dtype="float32"))
+        differences = np.concatenate([(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)])
+        return float(np.abs(differences).mean()) if differences.size else 0.0
 
     def _attribute(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits) -> Attribution | None:
         """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few must not drown in the rest."""
@@ -291,16 +298,16 @@ def build_auditor(
     prompts = PromptReader(
         read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(), special_ids=tokenizer.special_ids
     )
-    return Auditor(
-        scorer,
-        config,
-        facts,
+    run = AuditedRun(
+        model=facts,
         bos_id=tokenizer.bos_id,
         deterministic=deterministic,
+        trainer_dtype=trainer.dtype,
         prompts=prompts,
-        routing_expected=returns_routing(engine),
+        returns_routing=returns_routing(engine),
         options=ScoreOptions(replay_routing=trainer.replay_routing),
     )
+    return Auditor(scorer, config, run)
 
 
 def _by_replica(scored: Sequence[_Scored]) -> dict[int, list[_Scored]]:
