@@ -1,15 +1,18 @@
-"""AdamW over sharded float32 parameters, with a clip by the global norm and a learning rate that is a pure function of the step."""
+"""AdamW over sharded float32 parameters, behind a clip by block and one by the global norm; the learning rate is a pure function of the step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.config import OptimizerConfig
 from trainer.ranks import Ranks, local_tensors
+from trainer.stability.blocks import Block, block_norms, gradients_of
+from trainer.stability.clipping import ClipDecision, global_norm
+from trainer.stability.registry import build_clip
 
 _torch: Any = torch
 """For the foreach functions, which torch itself calls private."""
@@ -17,12 +20,19 @@ _torch: Any = torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What one call of `PolicyOptimizer.step` did."""
+    """What one call of `PolicyOptimizer.step` did. Pairs are (name of the block, value), in the order of the blocks."""
 
     grad_norm: float
+    """Global L2 norm before any clip."""
     learning_rate: float
     skipped: str
     """Why nothing was applied, else empty."""
+    block_norms: tuple[tuple[str, float], ...]
+    """L2 norm of each block's gradient before any clip."""
+    block_scales: tuple[tuple[str, float], ...]
+    """Factor of each block's gradient by `clip`, without the global one; empty where nothing was applied."""
+    block_thresholds: tuple[tuple[str, float | None], ...]
+    """Norm at which `clip` clips each block; None where it has none of its own, or none yet. Empty where nothing was applied."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -38,13 +48,15 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class PolicyOptimizer:
-    """AdamW on this rank's shards."""
+    """The clip and AdamW on this rank's shards."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, ranks: Ranks, total_steps: int) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int) -> None:
+        self._blocks = tuple(blocks)
+        self._names = tuple(block.name for block in self._blocks)
         self._config, self._ranks, self._total_steps = config, ranks, total_steps
+        self.clip = build_clip(config.clip, self._names, config.max_grad_norm)
         self.adamw = torch.optim.AdamW(
-            self._parameters,
+            [parameter for block in self._blocks for parameter in block.parameters],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
@@ -52,28 +64,46 @@ class PolicyOptimizer:
             fused=True,
         )
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that have a state."""
+        return (self.adamw,)
+
     def step(self, step: int, *, apply: bool = True) -> OptimizerReport:
         """Clip the gradients, apply them unless they are not finite, and drop them. Collective.
 
         Args:
             step: number of this optimizer step, from 1; it sets the learning rate.
-            apply: False drops the gradients: a batch without a term must not move the weights by old momentum.
+            apply: False drops the gradients: a batch without a term must not move the weights by old momentum, nor teach the clip.
         """
-        gradients = local_tensors([p.grad for p in self._parameters if p.grad is not None])
-        norm = self._global_norm(gradients)
+        gradients = gradients_of(self._blocks)
+        norms = block_norms(gradients, self._ranks.device)
+        norm = global_norm(norms)
         rate = learning_rate(self._config, step, self._total_steps)
         skipped = "" if math.isfinite(norm) else f"non-finite gradient (norm {norm})"
+        decision = ClipDecision(scales=(), thresholds=())
         if apply and not skipped:
-            if norm > self._config.max_grad_norm:
-                _torch._foreach_mul_(gradients, self._config.max_grad_norm / norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()  # pyright: ignore[reportUnknownMemberType]
-        self.adamw.zero_grad(set_to_none=True)
-        return OptimizerReport(grad_norm=norm, learning_rate=rate, skipped=skipped)
+            decision = self.clip.decide(norms)
+            self._scale(gradients, norms, decision.scales)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return OptimizerReport(
+            grad_norm=norm,
+            learning_rate=rate,
+            skipped=skipped,
+            block_norms=tuple(zip(self._names, norms, strict=True)),
+            block_scales=tuple(zip(self._names, decision.scales, strict=False)),
+            block_thresholds=tuple(zip(self._names, decision.thresholds, strict=False)),
+        )
 
-    def _global_norm(self, gradients: list[Tensor]) -> float:
-        squares = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        if gradients:
-            squares += torch.stack(_torch._foreach_norm(gradients)).double().square().sum()
-        return math.sqrt(float(self._ranks.sum(squares)))
+    def _scale(self, gradients: Sequence[Sequence[Tensor]], norms: Sequence[float], scales: Sequence[float]) -> None:
+        """Scale this rank's shards, by block, and all of them down to the global limit: one pass over the gradients that change."""
+        left = global_norm([scale * norm for scale, norm in zip(scales, norms, strict=True)])
+        backstop = self._config.max_grad_norm / left if left > self._config.max_grad_norm else 1.0
+        for block, scale in zip(gradients, scales, strict=True):
+            if block and scale * backstop != 1.0:
+                _torch._foreach_mul_(local_tensors(block), scale * backstop)

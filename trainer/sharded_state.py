@@ -1,6 +1,7 @@
-"""Model, optimizer and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
+"""Model, optimizer, clip and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 import json
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +12,21 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rollout.digests import canonical_json
 from rollout.errors import ConcordError, UserError, boundary
 from trainer.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_state, state_bytes
 from trainer.durable import begin_directory, complete_directory
+from trainer.optimizer import PolicyOptimizer
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 
 _dcp: Any = torch.distributed.checkpoint
 """Typed only in part by its authors."""
+_CLIP_NAME = "clip.json"
+_log = logging.getLogger(__name__)
 
 
-def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel, adamw: torch.optim.Optimizer, ranks: Ranks) -> None:
+def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks) -> None:
     """Write a checkpoint that is complete or absent. Collective.
 
     Raises:
@@ -31,26 +36,30 @@ def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel,
     temporary = directory.with_name(f".partial-{directory.name}")
     _together(ranks, lambda: begin_directory(directory) if ranks.first else None)
     with _foreign_failures(f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
-        _dcp.save(_tensors(model, adamw), checkpoint_id=temporary / TENSORS_NAME)
+        _dcp.save(_tensors(model, optimizer), checkpoint_id=temporary / TENSORS_NAME)
         (temporary / _rng_name(ranks.rank)).write_text(json.dumps(cast(Any, torch.get_rng_state()).tolist()))
     ranks.agree()
-    _together(ranks, lambda: _complete(temporary, directory, state) if ranks.first else None)
+    _together(ranks, lambda: _complete(temporary, directory, state, optimizer) if ranks.first else None)
 
 
-def load_checkpoint(directory: Path, model: PolicyModel, adamw: torch.optim.Optimizer, ranks: Ranks) -> CheckpointState:
-    """Put model, optimizer and random state back. A rank that had no counterpart when it was saved keeps the random state it started with. Collective.
+def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks) -> CheckpointState:
+    """Put model, optimizer, clip and random state back. Collective.
+
+    A rank that had no counterpart when it was saved keeps the random state it started with. A clip of another kind than the checkpoint's starts without a
+    history, and the log says so.
 
     Raises:
         UserError: the checkpoint is missing, incomplete, or of another model.
     """
     state = read_state(directory)
-    tensors = _tensors(model, adamw)
+    tensors = _tensors(model, optimizer)
     with _foreign_failures(f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
         _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
-        set_state_dict(model, adamw, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+        set_state_dict(model, optimizer.optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
         random_state = directory / _rng_name(ranks.rank)
         if random_state.is_file():
             torch.set_rng_state(torch.tensor(json.loads(random_state.read_bytes()), dtype=torch.uint8))
+    _load_clip(directory, optimizer)
     return state
 
 
@@ -65,13 +74,24 @@ def _foreign_failures(context: str) -> Generator[None, None, None]:
         raise UserError(f"{context}: {'; '.join(causes)}") from error
 
 
-def _tensors(model: PolicyModel, adamw: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, adamw)
+def _load_clip(directory: Path, optimizer: PolicyOptimizer) -> None:
+    path, kind = directory / _CLIP_NAME, optimizer.clip.state_dict()["type"]
+    with boundary(UserError, f"cannot load {path} (it is damaged or of another model; resume from another checkpoint)"):
+        saved: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {"type": "none"}
+        if saved["type"] == kind:
+            optimizer.clip.load_state_dict(saved)
+            return
+    _log.warning("checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one", directory, saved["type"], kind)
+
+
+def _tensors(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer.optimizers)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _complete(temporary: Path, directory: Path, state: CheckpointState) -> None:
+def _complete(temporary: Path, directory: Path, state: CheckpointState, optimizer: PolicyOptimizer) -> None:
     with boundary(UserError, f"cannot write checkpoint {directory}"):
+        (temporary / _CLIP_NAME).write_bytes(canonical_json(dict(optimizer.clip.state_dict())))
         (temporary / STATE_NAME).write_bytes(state_bytes(state))
     complete_directory(temporary, directory)
 
