@@ -20,7 +20,7 @@ from trainer.types import StepReport
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # So tight that every step clips some blocks and leaves others.
     "layerclip": ("dense", {"clip": {"type": "layerclip", "alpha": 1.01, "warmup_steps": 1}}),
-    "adagc": ("moe", {"clip": {"type": "adagc", "lam": 1.01, "warmup_steps": 1}}),
+    "adagc": ("moe", {"max_grad_norm": 0.02, "clip": {"type": "adagc", "lam": 1.01, "warmup_steps": 1}}),
 }
 """Name -> (model directory below the folder, keys of the optimizer's config)."""
 STEPS = (1, 2, 3)
