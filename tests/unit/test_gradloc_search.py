@@ -1,0 +1,136 @@
+"""From a step to its culprits over micro-batches and ranks: what is found, what it costs, and what the outcomes mean."""
+
+import math
+
+import numpy as np
+import pytest
+from gradloc_fakes import TermsProbe
+from numpy.typing import NDArray
+
+from trainer.stability.search import Outcome, SearchLimits, SearchResult, StepSearch
+from trainer.stability.step_terms import RankTerms, StepTerms, Terms, step_terms
+
+NONE: Terms = np.zeros(0, dtype=np.int64)
+TAU = 24.0
+"""Three times the norm of a healthy term here."""
+
+
+def table_of(micro_batches: int, world: int, tokens: int) -> StepTerms:
+    rows, positions = np.repeat(np.arange(2, dtype=np.int32), tokens // 2), np.tile(np.arange(1, tokens // 2 + 1, dtype=np.int32), 2)
+    one = RankTerms(
+        rows=(rows,) * micro_batches,
+        positions=(positions,) * micro_batches,
+        weights=(np.ones(2, dtype=np.float32),) * micro_batches,
+        trajectory_ids=(("a", "b"),) * micro_batches,
+        widest_tokens=2 * tokens,
+    )
+    return step_terms([one] * world)
+
+
+def healthy_vectors(table: StepTerms, seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((table.position.size, 64)).astype(np.float32)
+
+
+def searched(
+    table: StepTerms, vectors: NDArray[np.float32], suspects: Terms = NONE, *, budget: int = 1000, parts: bool = False, subtract: bool = True
+) -> tuple[SearchResult, TermsProbe]:
+    probe = TermsProbe(vectors)
+    with np.errstate(invalid="ignore"):
+        norm = float(np.linalg.norm(vectors.sum(axis=0).astype(np.float64)))
+        known = [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(table.world)] for m in range(table.num_micro_batches)]
+        search = StepSearch(probe, table, SearchLimits(tau=TAU, budget=budget, max_hits=4, subtract=subtract), norm)
+        return search.run(suspects, np.array(known, dtype=np.float64) if parts else None), probe
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("subtract", [True, False])
+def test_one_spike_is_found_wherever_it_is_within_the_published_bound(world: int, micro_batches: int, subtract: bool):
+    table, rng = table_of(micro_batches, world, 64), np.random.default_rng(world)
+    for seed in range(40):
+        vectors, culprit = healthy_vectors(table, seed), int(rng.integers(table.position.size))
+        vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 4)
+        result, probe = searched(table, vectors, subtract=subtract)
+        assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [culprit]
+        assert result.passes == probe.passes <= micro_batches + 2 * math.log2(world) + 2 * 6 + 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_with_the_norms_of_parts_at_hand_a_spike_takes_a_pass_a_level_and_two(world: int, micro_batches: int):
+    table, rng = table_of(micro_batches, world, 64), np.random.default_rng(world)
+    for seed in range(40):
+        vectors, culprit = healthy_vectors(table, seed), int(rng.integers(table.position.size))
+        vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 1.5)
+        result, _ = searched(table, vectors, parts=True)
+        assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [culprit]
+        assert result.passes <= 6 + 2
+
+
+def test_two_spikes_on_different_ranks_and_micro_batches_are_both_found():
+    table, rng = table_of(4, 2, 64), np.random.default_rng(5)
+    for seed in range(100):
+        first, second = (int(rng.choice(table.of(int(m), int(r)))) for m, r in zip(rng.choice(4, 2, replace=False), rng.integers(2, size=2), strict=True))
+        vectors = healthy_vectors(table, seed)
+        vectors[first] *= 3000 * 10 ** rng.uniform(0, 2)
+        vectors[second] *= 3000
+        result, _ = searched(table, vectors, parts=bool(seed % 2))
+        assert result.outcome is Outcome.LOCATED and {term for term, _ in result.hits} == {first, second}
+
+
+def test_a_spike_of_all_terms_is_never_located():
+    table = table_of(2, 2, 32)
+    for seed in range(50):
+        result, _ = searched(table, healthy_vectors(table, seed) * 100, budget=60)
+        assert result.outcome in (Outcome.DIFFUSE, Outcome.INCONCLUSIVE)
+
+
+def test_a_healthy_step_is_not_located_and_not_called_clean_while_leaves_are_unmeasured():
+    table = table_of(2, 2, 32)
+    for seed in range(50):
+        result, _ = searched(table, healthy_vectors(table, seed))
+        assert result.outcome is Outcome.DIFFUSE and not result.hits
+
+
+def test_clean_needs_every_leaf_measured():
+    table = table_of(1, 1, 2)
+    vectors = np.zeros((2, 64), dtype=np.float32)
+    vectors[:, 0] = 0.9 * TAU  # together over their threshold, each below its own
+    result, _ = searched(table, vectors)
+    assert result.outcome is Outcome.CLEAN and result.passes == 1
+
+
+def test_a_suspect_that_carries_the_spike_takes_two_passes():
+    table = table_of(4, 2, 64)
+    vectors = healthy_vectors(table, 0)
+    vectors[100] *= 1e4
+    for suspects, passes in (([100], 2), ([90, 100], 4)):
+        result, _ = searched(table, vectors, np.array(suspects, dtype=np.int64))
+        assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [100]
+        assert result.passes <= passes
+
+
+def test_terms_that_are_not_finite_are_found_on_every_rank():
+    table = table_of(2, 2, 32)
+    vectors = healthy_vectors(table, 0)
+    vectors[[10, 90]] = np.nan
+    result, _ = searched(table, vectors)
+    assert result.outcome is Outcome.LOCATED and sorted(term for term, _ in result.hits) == [10, 90]
+
+
+@pytest.mark.parametrize("budget", range(2, 30, 3))
+def test_a_search_never_takes_more_passes_than_its_budget(budget: int):
+    table = table_of(2, 2, 32)
+    vectors = healthy_vectors(table, 0)
+    vectors[[10, 90]] *= 1e4
+    result, probe = searched(table, vectors, budget=budget)
+    assert result.passes == probe.passes <= budget
+    assert result.outcome in (Outcome.INCONCLUSIVE, Outcome.LOCATED)
+
+
+def test_ranks_with_different_numbers_of_micro_batches_are_refused():
+    none = RankTerms(rows=(), positions=(), weights=(), trajectory_ids=(), widest_tokens=0)
+    place = np.ones(1, dtype=np.int32)
+    one = RankTerms(rows=(place,), positions=(place,), weights=(np.ones(2, dtype=np.float32),), trajectory_ids=(("a", "b"),), widest_tokens=4)
+    with pytest.raises(ValueError, match="filler row"):
+        step_terms([none, one])
