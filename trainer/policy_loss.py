@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from trainer.config import AlgorithmConfig
-from trainer.consistency.config import CorrectionConfig, DecoupledConfig, IcePopConfig, MisSequenceConfig, MisTokenConfig, NoCorrection, TisConfig
+from trainer.consistency.config import (
+    CorrectionConfig,
+    DecoupledConfig,
+    GeoRsConfig,
+    IcePopConfig,
+    MisSequenceConfig,
+    MisTokenConfig,
+    NoCorrection,
+    OpsmConfig,
+    SeqClipConfig,
+    TisConfig,
+)
 from trainer.consistency.corrections import CorrectionInputs, correction_weights
 from trainer.policy_model import PolicyModel
 from trainer.protocols import Algorithm
@@ -41,6 +52,11 @@ class LossTokens:
     """[N]"""
     rows: Tensor
     """[N] row of each token in the micro-batch: which sequence it belongs to."""
+
+    def only(self, chosen: Tensor) -> "LossTokens":
+        """Some of them, by index; the model still reads the same rows."""
+        names = ("positions", "targets", "old_logprobs", "rollout_logprobs", "advantages", "weights", "rows")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
@@ -75,10 +91,26 @@ class PolicyLoss:
         self._correction = correction
         self._corrects = not isinstance(correction, NoCorrection) or correction.veto is not None
 
-    def __call__(self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource) -> tuple[Tensor, Tensor]:
-        """The scalar loss of this micro-batch with its graph, and the float64 vector of `SUMS` without."""
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's importance weight depends on the other loss tokens of its sequence."""
+        return self._correction.veto is not None or isinstance(self._correction, (MisSequenceConfig, SeqClipConfig, GeoRsConfig, OpsmConfig))
+
+    def __call__(
+        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The scalar loss of this micro-batch with its graph, and the float64 vector of `SUMS` without.
+
+        Args:
+            only: indices into the N tokens: the others count for the importance weights, and have no term.
+        """
         logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
-        surrogate, importance = self._surrogate(logprobs, tokens, source)
+        importance, proximal = self._importance(logprobs, tokens, source)
+        if only is not None:
+            logprobs, entropies, tokens, proximal = logprobs[only], entropies[only], tokens.only(only), proximal.only(only)
+            importance = None if importance is None else importance[only]
+        surrogate = self._algorithm.loss(logprobs, proximal)
+        surrogate, importance = (surrogate, torch.ones_like(logprobs)) if importance is None else (importance * surrogate, importance)
         terms, reference_kl = surrogate, torch.zeros_like(logprobs)
         if self._reference is not None:
             with torch.no_grad():
@@ -91,10 +123,10 @@ class PolicyLoss:
         with torch.no_grad():
             return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens)
 
-    def _surrogate(self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource) -> tuple[Tensor, Tensor]:
-        """[N] terms of the algorithm times their importance weights, and the weights [N]."""
+    def _importance(self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource) -> tuple[Tensor | None, LossTokens]:
+        """[N] importance weights, None where all are 1; and the tokens with the log-probs that the surrogate starts from."""
         if not self._corrects:
-            return self._algorithm.loss(logprobs, tokens), torch.ones_like(logprobs)
+            return None, tokens
         # Where a log-prob is not finite the loss is not either, and the step is skipped: its weight does not matter.
         now = torch.where(torch.isfinite(logprobs.detach()), logprobs.detach(), tokens.rollout_logprobs)
         decoupled, recomputed = isinstance(self._correction, DecoupledConfig), source is OldLogprobSource.RECOMPUTED
@@ -110,8 +142,7 @@ class PolicyLoss:
             old_minus_now=tokens.old_logprobs - now,
         )
         importance = correction_weights(self._correction, inputs).to(logprobs.dtype)
-        proximal = replace(tokens, old_logprobs=now) if from_now else tokens
-        return importance * self._algorithm.loss(logprobs, proximal), importance
+        return importance, replace(tokens, old_logprobs=now) if from_now else tokens
 
     def _sums(self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, importance: Tensor, tokens: LossTokens) -> Tensor:
         difference = logprobs.detach() - tokens.old_logprobs

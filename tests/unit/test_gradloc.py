@@ -1,0 +1,187 @@
+"""The search on a live sharded step: the planted token is found, and nothing is left behind."""
+
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradloc_room import located, on_policy, one_rank, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from pydantic import ValidationError
+from torch import Tensor
+
+from rollout.errors import UserError
+from trainer.policy_model import PolicyModel
+from trainer.ranks import Ranks, local_tensor
+from trainer.stability import GradLoc
+from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
+from trainer.stability.gradient_probe import StepData
+from trainer.stability.gradloc import TermPlace, without_terms
+from trainer.stability.search import Outcome
+from trainer.types import MicroBatch
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ranks]:
+    with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(alone: Ranks) -> PolicyModel:
+    return small_model(alone)
+
+
+@pytest.fixture(scope="module")
+def healthy(model: PolicyModel, alone: Ranks) -> tuple[MicroBatch, ...]:
+    return on_policy(model, alone, random_step(0))
+
+
+def gradients(model: PolicyModel) -> list[Tensor]:
+    return [local_tensor(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e5, float("nan")])
+def test_gradients_random_state_and_weights_are_bit_identical_afterwards(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], factor: float):
+    loss = spiking_loss()
+    ran = run_step(model, loss, alone, plant(healthy, places(healthy)[9], factor))
+    before, random, weights = gradients(model), torch.get_rng_state(), [local_tensor(p).detach().clone() for p in model.parameters()]
+    report = watching(model, alone, 1e-6, loss).observe(ran.norm, ran.data)
+    assert report is not None and report.passes > 0
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, gradients(model), strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(a, local_tensor(b)) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_an_error_in_a_pass_leaves_the_gradients_too(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    ran = run_step(model, spiking_loss(), alone, healthy)
+    before = gradients(model)
+    failing = spiking_loss()
+
+    def broken(*_: Any) -> Any:
+        raise ArithmeticError("planted")
+
+    setattr(failing, "_importance", broken)  # noqa: B010
+    with pytest.raises(ArithmeticError):
+        watching(model, alone, 1e-6, failing).observe(ran.norm, ran.data)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+    assert run_step(model, spiking_loss(), alone, healthy).norm == pytest.approx(ran.norm, rel=1e-6)
+
+
+def test_a_nan_token_is_found(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    for place in places(healthy)[::25]:
+        ran = run_step(model, loss, alone, plant(healthy, place, float("nan")))
+        report = watching(model, alone, 1.0, loss).observe(ran.norm, ran.data)
+        assert located(report) == [place]
+        assert report is not None and report.trigger == "non_finite"
+
+
+def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss)
+    right, wrong = places(healthy)[30], places(healthy)[3]
+    ran = run_step(model, loss, alone, plant(healthy, right, 1e5))
+    searched, suspected, misled = (
+        gradloc.observe(ran.norm, ran.data, suspects=[TermPlace(micro_batch=m, row=r, position=p) for m, r, p in suspects])
+        for suspects in ([], [right], [wrong])
+    )
+    assert located(searched) == located(suspected) == located(misled) == [right]
+    assert searched is not None and suspected is not None and misled is not None
+    assert suspected.passes == 2 and misled.passes == searched.passes + 1
+
+
+def test_a_hit_says_which_blocks_carry_it(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    place = places(healthy)[12]
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
+    report = watching(model, alone, tau_of(ran, 0.01), loss).observe(ran.norm, ran.data)
+    assert located(report) == [place]
+    assert report is not None
+    hit = report.hits[0]
+    assert hit.trajectory_id == healthy[place[0]].trajectory_ids[place[1]]
+    assert hit.norm == pytest.approx(ran.norm, rel=1e-3)
+    assert len(hit.block_norms) == 4
+    assert sum(norm**2 for _, norm in hit.block_norms) == pytest.approx(hit.norm**2, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_spike_of_all_tokens_is_never_located_and_a_healthy_step_is_left_alone(model: PolicyModel, alone: Ranks, seed: int):
+    step = on_policy(model, alone, random_step(seed))
+    loss = spiking_loss()
+    ran = run_step(model, loss, alone, step)
+    gradloc = watching(model, alone, tau_of(ran), loss)
+    assert gradloc.observe(ran.norm, ran.data) is None
+    every = step
+    for place in places(step):
+        every = plant(every, place, 100.0)
+    ran = run_step(model, loss, alone, every)
+    report = gradloc.observe(ran.norm, ran.data)
+    assert report is not None and report.outcome in (Outcome.DIFFUSE, Outcome.INCONCLUSIVE)
+
+
+def test_a_budget_that_ends_is_inconclusive(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    ran = run_step(model, loss, alone, plant(healthy, places(healthy)[5], 1e5))
+    report = watching(model, alone, tau_of(ran, 0.01), loss, budget_passes=4).observe(ran.norm, ran.data)
+    assert report is not None and report.outcome is Outcome.INCONCLUSIVE and report.passes <= 4
+
+
+def test_a_step_without_the_culprit_is_the_healthy_one_without_that_term(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    place = places(healthy)[20]
+    planted = plant(healthy, place, 1e5)
+    ran = run_step(model, loss, alone, planted)
+    report = watching(model, alone, tau_of(ran, 0.01), loss).observe(ran.norm, ran.data)
+    assert report is not None
+    run_step(model, loss, alone, without_terms(planted, report.hits, 0))
+    masked = gradients(model)
+    healthy[place[0]].loss_mask[place[1], place[2]] = False
+    try:
+        run_step(model, loss, alone, healthy)
+    finally:
+        healthy[place[0]].loss_mask[place[1], place[2]] = True
+    assert all(torch.equal(a, b) for a, b in zip(masked, gradients(model), strict=True))
+
+
+def test_a_calibrated_threshold_waits_for_its_history_and_keeps_it(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    config = GradLocConfig(threshold=CalibratedTau(multiple=5.0, window_steps=10, warmup_steps=3))
+    gradloc = GradLoc(config, model, loss, alone)
+    usual = run_step(model, loss, alone, healthy)
+    planted = plant(healthy, places(healthy)[8], 1e5)
+    spiking = run_step(model, loss, alone, planted)
+    assert gradloc.observe(spiking.norm, spiking.data) is None
+    for _ in range(3):
+        assert gradloc.observe(usual.norm, usual.data) is None
+    again = GradLoc(config, model, loss, alone)
+    again.load_state(gradloc.state())
+    spiking = run_step(model, loss, alone, planted)
+    for one in (gradloc, again):
+        assert located(one.observe(spiking.norm, spiking.data)) == [places(healthy)[8]]
+
+
+def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    place = places(healthy)[8]
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
+    gradloc = watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=3)
+    suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])]
+    reports = [gradloc.observe(ran.norm, ran.data, suspects=suspects) for _ in range(4)]
+    assert [report is not None and report.trigger for report in reports] == ["suspects", "suspects", False, False]
+    assert watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=0).observe(ran.norm, ran.data, suspects=suspects) is None
+
+
+def test_bad_settings_are_refused_with_the_cure(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    for tau in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValidationError, match="expected a positive number"):
+            GivenTau(tau=tau)
+    with pytest.raises(UserError, match="set it to 4 or more"):
+        watching(model, alone, 1.0, budget_passes=1).observe(0.1, StepData(micro_batches=healthy))
+
+
+def test_the_config_costs_no_torch():
+    check = "import sys; import trainer.stability.config; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", check], check=False, cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,244 @@
+"""Measures gradients of chosen token terms of a live FSDP2 step, and leaves no trace. Layer 3 of diagnosis. It knows no search and no optimizer.
+
+Inside `with probe:` the step's gradient is set aside and every parameter's `.grad` is the probe's; afterwards the very same tensors are back, and so is the
+random state. In memory: the step's gradient, the probe's, and at most one that is held for subtraction, all sharded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rollout.errors import UserError
+from trainer.policy_loss import LossTokens, loss_tokens
+from trainer.policy_model import PolicyModel
+from trainer.ranks import Ranks, local_tensor, reshard
+from trainer.stability.blocks import named_blocks
+from trainer.stability.random_states import RandomState
+from trainer.stability.step_terms import StepTerms, Terms
+from trainer.stability.term_rows import Pass, RowsConfig, num_passes, rank_passes
+from trainer.types import MicroBatch, OldLogprobSource
+
+
+class TokenLoss(Protocol):
+    """A loss that is a sum of weighted token terms, as `trainer.policy_loss.PolicyLoss`."""
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a term depends on which other tokens of its sequence are in the loss."""
+        ...
+
+    def __call__(
+        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The scalar loss with its graph, and anything."""
+        ...
+
+
+Context = Callable[[MicroBatch], AbstractContextManager[Any]]
+"""Forward and backward of a micro-batch run inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepData:
+    """What this rank's step ran on."""
+
+    micro_batches: Sequence[MicroBatch]
+    temperature: float = 1.0
+    source: OldLogprobSource = OldLogprobSource.ROLLOUT
+    random_states: Sequence[RandomState] = ()
+    """Of each micro-batch before its forward pass; needed where the model draws random numbers."""
+    context: Context | None = None
+
+
+Gradients = list[Tensor | None]
+"""This rank's part of each parameter's gradient."""
+
+
+class GradientProbe:
+    """A `StepProbe` over one step. Every method but `cost` and `holds` is collective."""
+
+    def __init__(
+        self, model: PolicyModel, loss: TokenLoss, ranks: Ranks, step: StepData, table: StepTerms, *, eps: float, cut: bool = True
+    ) -> None:
+        """`eps` is that of the dtype which computes.
+
+        Raises:
+            UserError: the model has dropout and the step's random states are not there.
+        """
+        self._model, self._loss, self._ranks, self._step, self._table, self.eps = model, loss, ranks, step, table, eps
+        self._blocks = named_blocks(model)
+        self._parameters = [parameter for block in self._blocks for parameter in block.parameters]
+        self._block_of = np.repeat(np.arange(len(self._blocks)), [len(block.parameters) for block in self._blocks])
+        self._replicas = np.array([_num_replicas(parameter, ranks.world) for parameter in self._parameters])
+        random = draws_random_numbers(model)
+        if random and len(step.random_states) != len(step.micro_batches):
+            raise UserError(
+                f"the model has dropout, and {len(step.random_states)} random states came for {len(step.micro_batches)} micro-batches; "
+                "take `RandomState.take(device)` before each micro-batch's forward pass and hand them over, or set dropout to 0"
+            )
+        self.additive = not random
+        self._rows = RowsConfig(whole=random, coupled=loss.couples_tokens, cut=cut)
+        self._aside: list[Tensor | None] = []
+        self._random: RandomState | None = None
+        self._held: tuple[Terms, Gradients] | None = None
+        self._last: Terms | None = None
+        self.tokens_forwarded = 0
+        """On this rank, padding included."""
+        self.leaf_blocks: dict[int, tuple[tuple[str, float], ...]] = {}
+        """(block, norm) of every term whose gradient was measured alone or as a remainder."""
+
+    def __enter__(self) -> Self:
+        self._aside = [parameter.grad for parameter in self._parameters]
+        self._random = RandomState.take(self._ranks.device)
+        self._drop()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            reshard(self._model)  # an interrupted pass leaves parameters gathered
+        for parameter, gradient in zip(self._parameters, self._aside, strict=True):
+            parameter.grad = gradient
+        self._aside, self._held, self._last = [], None, None
+        if self._random is not None:
+            self._random.put_back(self._ranks.device)
+
+    def cost(self, terms: Terms) -> int:
+        """Passes of `norm`."""
+        return num_passes(terms, self._table, self._rows)
+
+    def norm(self, terms: Terms) -> float:
+        """L2 norm of the gradient of these terms, over all ranks."""
+        self._drop()
+        for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
+            self._run(one)
+        self._last = terms
+        return self._norm(terms, self._now())
+
+    def rest(self, terms: Terms) -> float:
+        """|step's gradient - gradient of these terms|."""
+        self.norm(terms)
+        return self._difference(self._step_gradients(), self._now(), None)
+
+    def holds(self, terms: Terms) -> bool:
+        """Whether the gradient of these terms is at hand: held, measured last, or the step's own."""
+        held = self._held is not None and np.array_equal(self._held[0], terms)
+        return held or terms.size == self._table.position.size or (self._last is not None and np.array_equal(self._last, terms))
+
+    def hold(self, terms: Terms) -> None:
+        """Keep the gradient of these terms."""
+        if self._held is not None and np.array_equal(self._held[0], terms):
+            return
+        if self._last is not None and np.array_equal(self._last, terms):
+            self._take_last(terms)
+        elif terms.size == self._table.position.size:
+            self._held = None  # before the copy, not beside it
+            self._held = (terms, [None if gradient is None else gradient.clone() for gradient in self._step_gradients()])
+        else:
+            self._held = None
+            self.norm(terms)
+            self._take_last(terms)
+
+    def remainder(self, sibling: Terms) -> float:
+        """|held - measured last|."""
+        if self._held is None:
+            raise RuntimeError("nothing is held; call `hold` first")
+        return self._difference(self._held[1], self._now(), sibling)
+
+    def descend(self, child: Terms, *, measured: bool) -> None:
+        """Hold the child that was measured last, or what it leaves of the one held."""
+        if measured:
+            self._take_last(child)
+            return
+        if self._held is None:
+            raise RuntimeError("nothing is held; call `hold` first")
+        kept = self._held[1]
+        for index, gradient in enumerate(self._now()):
+            if gradient is not None:
+                mine = kept[index]
+                kept[index] = gradient.neg() if mine is None else mine.sub_(gradient)
+        self._held = (child, kept)
+
+    def _take_last(self, terms: Terms) -> None:
+        self._held = (terms, self._now())
+        self._drop()
+
+    def _drop(self) -> None:
+        self._last = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _run(self, one: Pass) -> None:
+        micro = one.rows
+        if self._rows.whole and one.source is not None:
+            self._step.random_states[one.source].put_back(self._ranks.device)
+        only = None
+        if one.chosen is not None:
+            only = torch.from_numpy(np.flatnonzero(one.chosen[micro.loss_mask])).to(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
+        context = nullcontext() if self._step.context is None else self._step.context(micro)
+        with torch.enable_grad(), context:
+            tokens = loss_tokens(micro, self._ranks.device)
+            loss, _ = self._loss(self._model, tokens, self._step.temperature, self._step.source, only)
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        self.tokens_forwarded += micro.token_ids.size
+
+    def _now(self) -> Gradients:
+        return [None if parameter.grad is None else local_tensor(parameter.grad) for parameter in self._parameters]
+
+    def _step_gradients(self) -> Gradients:
+        return [None if gradient is None else local_tensor(gradient) for gradient in self._aside]
+
+    def _norm(self, terms: Terms | None, gradients: Gradients) -> float:
+        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        norms = cast(Any, torch)._foreach_norm([gradients[index] for index in there])
+        return self._reduced(terms, there, norms)
+
+    def _difference(self, whole: Gradients, part: Gradients, terms: Terms | None) -> float:
+        """|whole - part|, one parameter at a time, so that no third copy exists."""
+        there: list[int] = []
+        norms: list[Tensor] = []
+        for index, (mine, other) in enumerate(zip(whole, part, strict=True)):
+            left = mine if other is None else (other if mine is None else mine - other)
+            if left is not None:
+                there.append(index)
+                norms.append(cast(Tensor, cast(Any, torch.linalg).vector_norm(left)))
+        return self._reduced(terms, there, norms)
+
+    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor]) -> float:
+        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single term the blocks are noted."""
+        squares = np.zeros(len(self._parameters))
+        if there:
+            squares[there] = np.square(np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())))
+        sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
+        total = self._ranks.sum(torch.tensor(sums, dtype=torch.float64, device=self._ranks.device))
+        blocks = cast(list[float], cast(Any, total).tolist())
+        if terms is not None and terms.size == 1:
+            self.leaf_blocks[int(terms[0])] = tuple((block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True))
+        return math.sqrt(math.fsum(blocks)) if all(math.isfinite(square) for square in blocks) else math.nan
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether a forward pass of this model depends on the random state: dropout in training mode."""
+    rates = ("p", "attention_dropout", "dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
+    return any(
+        isinstance(rate := getattr(module, name, None), float) and rate > 0
+        for module in model.modules()
+        if module.training
+        for name in rates
+    )
+
+
+def _num_replicas(parameter: nn.Parameter, world: int) -> int:
+    """Ranks that hold the same part of a parameter: all of them unless it is sharded."""
+    if not isinstance(parameter, DTensor):
+        return world
+    mesh: Any = parameter.device_mesh
+    shards = math.prod(mesh.size(dimension) for dimension, placement in enumerate(parameter.placements) if placement.is_shard())
+    return world // shards

@@ -1,0 +1,233 @@
+"""GradLoc for any FSDP2 loop: watches the gradient's norm, and names the token behind a spike. Layer 3 of diagnosis (numerical updates).
+
+    after the last backward, before any clip:  report = gradloc.observe(norm, StepData(...))
+
+It changes neither gradients nor random state; what a loop does with a report (`config.action`) is the loop's own.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from rollout.errors import UserError
+from trainer.policy_model import PolicyModel
+from trainer.ranks import Ranks
+from trainer.stability.config import GivenTau, GradLocConfig
+from trainer.stability.gradient_probe import GradientProbe, StepData, TokenLoss
+from trainer.stability.search import Outcome, SearchLimits, StepSearch
+from trainer.stability.step_terms import RankTerms, StepTerms, Terms, rank_terms, step_terms
+from trainer.stability.thresholds import set_threshold
+from trainer.types import MicroBatch
+
+BUDGET_STEPS = 100
+"""Steps over which the passes that suspects cause are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermPlace:
+    """Where a token term stands: as a suspect, of this rank."""
+
+    micro_batch: int
+    row: int
+    position: int
+    """Of the token in its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradLocHit:
+    """One culprit."""
+
+    micro_batch: int
+    rank: int
+    row: int
+    position: int
+    """Of the token in its row."""
+    trajectory_id: str
+    norm: float
+    """L2 norm of the gradient of this term alone."""
+    block_norms: tuple[tuple[str, float], ...]
+    """(block, norm) of the same gradient, in the order of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradLocReport:
+    """One search; the same on all ranks."""
+
+    outcome: Outcome
+    trigger: str
+    """threshold, non_finite or suspects."""
+    grad_norm: float
+    """Of the step."""
+    threshold: float
+    """Of the step; NaN before a calibration has one."""
+    tau: float
+    """NaN before a calibration has one."""
+    hits: tuple[GradLocHit, ...]
+    """In the order found; only with `located` are they the cause."""
+    explained: float
+    """Share of the squared norm that goes with the hits; NaN where that was not measured."""
+    passes: int
+    tokens_forwarded: int
+    """Of all ranks, padding included."""
+    seconds: float
+
+
+class GradLoc:
+    """One rank's part; every rank has one and calls it alike."""
+
+    def __init__(self, config: GradLocConfig, model: PolicyModel, loss: TokenLoss, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> None:
+        """Watch `model`, whose gradients are summed over ranks and come from `loss`.
+
+        Args:
+            dtype: that of the forward and backward pass.
+        """
+        self._config, self._model, self._loss, self._ranks = config, model, loss, ranks
+        self._eps = float(torch.finfo(dtype).eps)
+        self._history: deque[float] = deque(maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps)
+        self._suspect_passes: deque[int] = deque([0] * BUDGET_STEPS, maxlen=BUDGET_STEPS)
+
+    def observe(
+        self, grad_norm: float, step: StepData, *, suspects: Sequence[TermPlace] = (), part_norms: NDArray[np.float64] | None = None
+    ) -> GradLocReport | None:
+        """Search the step if its norm asks for it; None where nothing does. Collective; after the last backward and before any clip.
+
+        Args:
+            grad_norm: global L2 norm of the step's gradient, the same on all ranks.
+            suspects: of this rank.
+            part_norms: [M, W] norm of each rank's part of each micro-batch, where a reduce-scatter hook has them; saves their passes.
+
+        Raises:
+            UserError: the budget is below the number of micro-batches; or the model has dropout and the step's random states are not there.
+        """
+        if self._config.budget_passes < len(step.micro_batches):
+            raise UserError(
+                f"got gradloc.budget_passes = {self._config.budget_passes} for {len(step.micro_batches)} micro-batches; a search takes a pass for each: "
+                f"set it to {2 * len(step.micro_batches)} or more, or raise trainer.micro_batch_tokens"
+            )
+        weight_square, num_suspects = self._shared(step.micro_batches, len(suspects))
+        tau = self._tau()
+        threshold = math.nan if math.isnan(tau) else set_threshold(tau, weight_square)
+        self._remember(grad_norm, weight_square)
+        trigger = self._trigger(grad_norm, threshold, num_suspects > 0)
+        if not trigger:
+            self._suspect_passes.append(0)
+            return None
+        report = self._search(trigger, grad_norm, tau, step, suspects, part_norms)
+        self._suspect_passes.append(report.passes if trigger == "suspects" else 0)
+        return replace(report, threshold=threshold)
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint needs: the history of norms and of passes."""
+        return {"history": list(self._history), "suspect_passes": [float(passes) for passes in self._suspect_passes]}
+
+    def load_state(self, state: dict[str, list[float]]) -> None:
+        """Continue from `state`."""
+        self._history.clear()
+        self._history.extend(state["history"])
+        self._suspect_passes.extend(int(passes) for passes in state["suspect_passes"])
+
+    def _shared(self, micro_batches: Sequence[MicroBatch], num_suspects: int) -> tuple[float, int]:
+        """Sum of squared weights and suspects of all ranks, from one small reduction."""
+        square = sum(float(np.dot(np.square(micro.token_weights.astype(np.float64)), micro.loss_mask.sum(axis=1))) for micro in micro_batches)
+        both = self._ranks.sum(torch.tensor([square, float(num_suspects)], dtype=torch.float64, device=self._ranks.device))
+        shared = cast(list[float], cast(Any, both).tolist())
+        return shared[0], int(shared[1])
+
+    def _tau(self) -> float:
+        threshold = self._config.threshold
+        if isinstance(threshold, GivenTau):
+            return threshold.tau
+        usual = median(self._history) if len(self._history) >= min(threshold.warmup_steps, threshold.window_steps) else 0.0
+        return threshold.multiple * usual if usual > 0 else math.nan
+
+    def _remember(self, grad_norm: float, weight_square: float) -> None:
+        if math.isfinite(grad_norm) and weight_square > 0:
+            self._history.append(grad_norm / math.sqrt(weight_square))
+
+    def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool) -> str:
+        if not math.isfinite(grad_norm):
+            return "non_finite"
+        if math.isnan(threshold):
+            return ""
+        if grad_norm > threshold:
+            return "threshold"
+        affordable = sum(self._suspect_passes) < self._config.suspect_passes
+        return "suspects" if has_suspects and affordable and grad_norm > self._config.suspect_factor * threshold else ""
+
+    def _search(
+        self, trigger: str, grad_norm: float, tau: float, step: StepData, suspects: Sequence[TermPlace], part_norms: NDArray[np.float64] | None
+    ) -> GradLocReport:
+        start = perf_counter()
+        config = self._config
+        table, places = self._gathered(step.micro_batches, suspects)
+        only_suspects = trigger == "suspects"
+        budget = min(config.budget_passes, config.suspect_passes - sum(self._suspect_passes)) if only_suspects else config.budget_passes
+        limits = SearchLimits(
+            tau=tau,  # not asked for while the predicate is "is not finite"
+            budget=budget,
+            max_hits=config.max_hits,
+            subtract=config.subtract,
+            suspect_factor=config.suspect_factor,
+        )
+        probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=config.cut_sequences)
+        with probe:
+            found = StepSearch(probe, table, limits, grad_norm).run(places, part_norms, only_suspects=only_suspects)
+        forwarded = self._ranks.sum(torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device))
+        return GradLocReport(
+            outcome=found.outcome,
+            trigger=trigger,
+            grad_norm=grad_norm,
+            threshold=math.nan,
+            tau=tau,
+            hits=tuple(_hit(term, norm, table, probe) for term, norm in found.hits),
+            explained=found.explained,
+            passes=found.passes,
+            tokens_forwarded=int(forwarded.item()),
+            seconds=perf_counter() - start,
+        )
+
+    def _gathered(self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace]) -> tuple[StepTerms, Terms]:
+        """The table of all ranks' terms, and the suspects of all ranks in it. Suspects without a term are no suspects of a gradient."""
+        mine: tuple[RankTerms, tuple[TermPlace, ...]] = (rank_terms(micro_batches), tuple(suspects))
+        all_ranks = [mine]
+        if self._ranks.world > 1:
+            all_ranks = [mine] * self._ranks.world
+            cast(Any, dist).all_gather_object(all_ranks, mine)
+        table = step_terms([terms for terms, _ in all_ranks])
+        chosen = np.zeros(table.position.size, dtype=np.bool_)
+        for rank, (_, places) in enumerate(all_ranks):
+            for place in places:
+                at = (table.micro_batch == place.micro_batch) & (table.rank == rank) & (table.row == place.row) & (table.position == place.position)
+                chosen |= at
+        return table, np.flatnonzero(chosen)
+
+
+def without_terms(micro_batches: Sequence[MicroBatch], hits: Sequence[GradLocHit], rank: int) -> tuple[MicroBatch, ...]:
+    """The micro-batches of `rank` as if the hits had never been in the loss; weights, the fixed denominators, stay."""
+    masks = [micro.loss_mask.copy() for micro in micro_batches]
+    for hit in hits:
+        if hit.rank == rank:
+            masks[hit.micro_batch][hit.row, hit.position] = False
+    return tuple(replace(micro, loss_mask=mask) for micro, mask in zip(micro_batches, masks, strict=True))
+
+
+def _hit(term: int, norm: float, table: StepTerms, probe: GradientProbe) -> GradLocHit:
+    micro_batch, rank, row = int(table.micro_batch[term]), int(table.rank[term]), int(table.row[term])
+    return GradLocHit(
+        micro_batch=micro_batch,
+        rank=rank,
+        row=row,
+        position=int(table.position[term]),
+        trajectory_id=table.trajectory_ids[micro_batch, rank][row],
+        norm=norm,
+        block_norms=probe.leaf_blocks.get(term, ()),
+    )
