@@ -16,6 +16,8 @@ from rollout.environments.registry import build_envs, build_source
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ProcessLostError
+from rollout.faults.prompts import PlantedPrompts
+from rollout.faults.registry import plant_engine, planted_engine_config
 from rollout.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.prompts import Prompt
 from rollout.protocols import Engine, EngineLoad
@@ -142,8 +144,9 @@ class LocalEnginePort:
 
 
 class LocalWorkerPort:
-    def __init__(self, worker: EpisodeWorker) -> None:
+    def __init__(self, worker: EpisodeWorker, prompts: PlantedPrompts) -> None:
         self.worker = worker
+        self._prompts = prompts
         self.dead = asyncio.Event()
 
     def _check(self) -> None:
@@ -156,6 +159,7 @@ class LocalWorkerPort:
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:
         self._check()
+        self._prompts.note(dispatches)
         self.worker.submit(dispatches)
 
     async def collect(self) -> tuple[Outcome, ...]:
@@ -232,7 +236,7 @@ class LocalAuditor:
 
 
 class LocalFleet:
-    """Implements `actors.ports.Fleet`. `wrap_engine` plants a fault round an engine."""
+    """Implements `actors.ports.Fleet`, faults of the config included. `wrap_engine` puts a test's own fault round an engine."""
 
     def __init__(self, config: RunConfig, run_dir: Path, tokenizer_dir: Path, trainer: TrainerRank, wrap_engine: EngineWrapper | None = None) -> None:
         self._config = config
@@ -252,7 +256,7 @@ class LocalFleet:
     async def new_engine(self, slot: int) -> LocalEnginePort:
         config, tokenizer = self._config, load_tokenizer(self.engine_tokenizer_dir)
         engine = build_engine(
-            config.engine,
+            planted_engine_config(config.engine, config.faults, slot),
             replica=slot,
             seed=config.run.seed,
             deterministic=config.run.deterministic,
@@ -260,11 +264,13 @@ class LocalFleet:
             tokenizer_fingerprint=tokenizer.fingerprint(),
             chat_template_digest=tokenizer.chat_template_digest(),
         )
+        engine = plant_engine(engine, config.faults, slot, scratch=self._run_dir / "faults", tokenizer=tokenizer)
         self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine, identify(tokenizer))
         return self.engines[slot]
 
     async def new_worker(self, index: int) -> LocalWorkerPort:
         config, function = self._config, build_reward(self._config.reward)
+        prompts = PlantedPrompts(self._tokenizer, config.faults)
 
         async def score(prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
             return judge_group(function, prompt, completions, trajectories)
@@ -280,10 +286,10 @@ class LocalFleet:
             store=self.store,
             score=score,
             tokenizer=self._tokenizer,
-            make_envs=lambda prompt, count: build_envs(config.environment, prompt, self._tokenizer, count),
+            make_envs=lambda prompt, count: build_envs(config.environment, prompt, prompts.tokenizer_for(prompt), count),
             settings=settings,
         )
-        self.workers[index] = LocalWorkerPort(worker)
+        self.workers[index] = LocalWorkerPort(worker, prompts)
         return self.workers[index]
 
     async def new_auditor(self, index: int) -> LocalAuditor:

@@ -1,0 +1,74 @@
+"""Rehearsals in one process: a fault that is planted into a running system is found in time, on its replica, under its right name. One seed; the whole
+table is `benchmarks/rehearsal.py`."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from local_fleet import LocalFleet, QuietReporter, inputs_of
+
+from benchmarks.rehearsal_cases import CASES, document, findings, model_of, problem, read_events
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.launch import drive
+from orchestrator.run_dir import create_run_dir
+from rollout.errors import WeightSyncError
+from trainer.build import build_trainer
+from trainer.config import LocalModelConfig
+
+SUBSET = (
+    "healthy",
+    "stale_replica",
+    "bf16_logprobs",
+    "raw_logprobs",
+    "kv_kept",
+    "tokenizer_swap",
+    "routing_perturbed",
+    "version_off_by_one",
+    "short_logprobs",
+)
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model of each case, all of them built before the first run: transformers switches initialisation off for all threads of a process while one loads."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: model_of(CASES[name], SEED, folder) for name in SUBSET}
+
+
+def drive_to_the_end(config: RunConfig, folder: Path) -> Path:
+    """The run directory of a rehearsal. One whose replica never passes its canary again ends with the reason, as it should."""
+    assert isinstance(config.model, LocalModelConfig)
+    model_dir, run = config.model.path, create_run_dir(config, "run")
+    trainer = build_trainer(
+        model_dir=model_dir,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        rank=0,
+        init_method=f"file://{folder / 'rendezvous'}",
+    )
+
+    async def main() -> None:
+        fleet = LocalFleet(config, run.path, model_dir, trainer)
+        try:
+            async with asyncio.timeout(100.0):
+                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter())
+        finally:
+            await fleet.close()
+
+    try:
+        with contextlib.suppress(WeightSyncError):
+            asyncio.run(main())
+    finally:
+        trainer.close()
+    return run.path
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_a_planted_fault_is_found_in_time_on_its_replica_under_its_right_name(tmp_path: Path, models: dict[str, Path], name: str) -> None:
+    config = parse_config({**document(CASES[name], SEED, models[name], tmp_path)}, name)
+    found = findings(read_events(drive_to_the_end(config, tmp_path)))
+    assert problem(CASES[name], found) == ""
