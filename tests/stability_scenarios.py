@@ -21,6 +21,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # So tight that every step clips some blocks and leaves others.
     "layerclip": ("dense", {"clip": {"type": "layerclip", "alpha": 1.01, "warmup_steps": 1}}),
     "adagc": ("moe", {"max_grad_norm": 0.02, "clip": {"type": "adagc", "lam": 1.01, "warmup_steps": 1}}),
+    "muon": ("dense", {"type": "muon", "muon_momentum": 0.9, "clip": {"type": "zclip", "warmup_steps": 2}}),
+    "muon_experts": ("moe", {"type": "muon", "muon_scale": "original"}),
 }
 """Name -> (model directory below the folder, keys of the optimizer's config)."""
 STEPS = (1, 2, 3)

@@ -167,8 +167,10 @@ ClipConfig = Annotated[GlobalClipConfig | LayerClipConfig | ZClipConfig | AdaGCC
 
 
 class OptimizerConfig(Section):
-    """AdamW behind a gradient clip."""
+    """AdamW, or Muon for the matrices of transformer blocks and AdamW for the rest, behind a gradient clip."""
 
+    type: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of transformer blocks step along their orthogonalised momentum; embeddings, head and vectors stay with AdamW."""
     learning_rate: PositiveFloat = 3e-4
     """The peak rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -181,8 +183,20 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger global L2 norm, after `clip`, are scaled down to it."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of Muon's momentum."""
+    muon_scale: Literal["match_rms", "original"] = "match_rms"
+    """Factor of the learning rate for a matrix. match_rms: 0.2 sqrt(max(rows, columns)), with which AdamW's rate fits; original:
+    sqrt(max(1, rows / columns))."""
     clip: ClipConfig = GlobalClipConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _muon_keys_only_for_muon(self) -> Self:
+        given = sorted(key for key in self.model_fields_set if key.startswith("muon_"))
+        if given and self.type != "muon":
+            raise ValueError(f'got {given[0]} with type = "adamw", which has none; set trainer.optimizer.type = "muon" or leave it out')
+        return self
 
 
 class CheckpointConfig(Section):

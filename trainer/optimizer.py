@@ -1,4 +1,7 @@
-"""AdamW over sharded float32 parameters, behind a clip by block and one by the global norm; the learning rate is a pure function of the step."""
+"""AdamW, or Muon beside it, over sharded float32 parameters, behind a clip by block and one by the global norm.
+
+The learning rate is a pure function of the step.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollout.errors import UserError
 from trainer.config import OptimizerConfig
 from trainer.ranks import Ranks, local_tensors
-from trainer.stability.blocks import Block, block_norms, gradients_of
+from trainer.stability.blocks import EMBEDDINGS, HEAD, TIED, Block, block_norms, gradients_of
 from trainer.stability.clipping import ClipDecision, global_norm
+from trainer.stability.muon import Muon
 from trainer.stability.registry import build_clip
 
 _torch: Any = torch
@@ -47,27 +52,40 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * shape)
 
 
+def build_optimizers(blocks: Sequence[Block], config: OptimizerConfig, device: torch.device) -> tuple[torch.optim.Optimizer, ...]:
+    """AdamW for all parameters, or Muon for the matrices of transformer blocks and AdamW for the rest.
+
+    Raises:
+        UserError: Muon is asked for and no transformer block has a matrix that takes a gradient.
+    """
+    muon, adamw = list[nn.Parameter](), list[nn.Parameter]()
+    for block in blocks:
+        for parameter in block.parameters:
+            matrix = config.type == "muon" and parameter.ndim > 1 and block.name not in (EMBEDDINGS, HEAD, TIED)
+            (muon if matrix else adamw).append(parameter)
+    if config.type == "muon" and not muon:
+        raise UserError('got trainer.optimizer.type = "muon" for a model without matrices in its transformer blocks; set it to "adamw"')
+    built: list[torch.optim.Optimizer] = []
+    if muon:
+        # In bfloat16 as published where that is fast; a CPU is faster in float32.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        settings: dict[str, Any] = {"momentum": config.muon_momentum, "weight_decay": config.weight_decay, "scale": config.muon_scale, "dtype": dtype}
+        built.append(Muon(muon, lr=config.learning_rate, **settings))
+    if adamw:
+        betas = (config.beta1, config.beta2)
+        built.append(torch.optim.AdamW(adamw, config.learning_rate, betas, config.epsilon, config.weight_decay, fused=True))
+    return tuple(built)
+
+
 class PolicyOptimizer:
-    """The clip and AdamW on this rank's shards."""
+    """The clip and the optimizers on this rank's shards."""
 
     def __init__(self, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int) -> None:
         self._blocks = tuple(blocks)
         self._names = tuple(block.name for block in self._blocks)
         self._config, self._ranks, self._total_steps = config, ranks, total_steps
         self.clip = build_clip(config.clip, self._names, config.max_grad_norm)
-        self.adamw = torch.optim.AdamW(
-            [parameter for block in self._blocks for parameter in block.parameters],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All that have a state."""
-        return (self.adamw,)
+        self.optimizers = build_optimizers(self._blocks, config, ranks.device)
 
     def step(self, step: int, *, apply: bool = True) -> OptimizerReport:
         """Clip the gradients, apply them unless they are not finite, and drop them. Collective.

@@ -66,3 +66,9 @@ def test_the_default_layerclip_is_lagged_after_twenty_steps():
     assert isinstance(clip, LayerClip)
     scales = [clip.decide([norm]).scales[0] for norm in (*[1.0] * 19, 1.0, 10.0)]
     assert scales == [1.0] * 20 + [pytest.approx(0.2, rel=1e-6)]
+
+
+def test_keys_of_muon_are_refused_without_it():
+    with pytest.raises(UserError, match=r'trainer.optimizer: got muon_momentum with type = "adamw", which has none; set trainer.optimizer.type = "muon"'):
+        parse("muon_momentum=0.9")
+    assert parse("type=muon", "muon_momentum=0.9").trainer.optimizer.muon_momentum == 0.9
