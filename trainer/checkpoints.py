@@ -74,7 +74,10 @@ def read_state(directory: Path) -> CheckpointState:
 
 def all_checkpoints(parent: Path) -> list[Path]:
     """Completed checkpoints below `parent`, oldest first."""
-    found = [path.parent for path in parent.glob(f"*/{STATE_NAME}") if not path.parent.name.startswith(".")]
+    try:
+        found = [path.parent for path in parent.glob(f"*/{STATE_NAME}") if not path.parent.name.startswith(".")]
+    except FileNotFoundError:  # somebody moved the folder away while it was read: there are none
+        return []
     return sorted(found, key=lambda path: read_state(path).policy)
 
 
