@@ -39,7 +39,7 @@ contracts: setup ## Layering, sizes, names, documents
 ray-tests: setup ## Tests with real Ray
 	@$(PYTEST) tests/ray -q -m "$(SELECT)"
 
-engine-tests: setup ## Tests with real vLLM
+engine-tests: setup ## Tests with real engines and real models
 	@$(PYTEST) tests/engines -q -m "$(SELECT)"
 
 slow-tests: setup ## What `make test` leaves out; GPU tests skip where there is no GPU

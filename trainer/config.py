@@ -193,7 +193,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _muon_keys_only_for_muon(self) -> Self:
-        given = sorted(key for key in self.model_fields_set if key.startswith("muon_"))
+        fields = type(self).model_fields
+        given = sorted(key for key in fields if key.startswith("muon_") and getattr(self, key) != fields[key].default)
         if given and self.type != "muon":
             raise ValueError(f'got {given[0]} with type = "adamw", which has none; set trainer.optimizer.type = "muon" or leave it out')
         return self
