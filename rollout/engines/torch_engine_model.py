@@ -4,6 +4,7 @@ Attention goes through one function of ours, so that a decode step needs no copi
 attention does more than causal softmax are refused, and the self-check compares with the library's own forward pass.
 """
 
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,10 @@ from rollout.errors import EngineError, UserError, boundary
 
 _ATTENTION = "concord"
 _TOLERANCE_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+_BUILDING = threading.Lock()
+"""transformers switches initialisation off for the whole process: two engines that start together must not restore each other's switch."""
 
 
 def _attention(
@@ -62,7 +67,7 @@ class DecodeModel:
             raise UserError(f"got model directory {directory}; expected a Hugging Face directory with config.json and *.safetensors: check the path")
         with boundary(UserError, f"model directory {directory} does not describe a causal LM that transformers can build"):
             self.config = AutoConfig.from_pretrained(directory)
-            with no_init_weights():
+            with _BUILDING, no_init_weights():
                 self.module: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=_ATTENTION)
         self.module.tie_weights()
         nn.Module.to(self.module, device)
