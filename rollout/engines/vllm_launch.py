@@ -66,7 +66,7 @@ def child_environment(core: int | None) -> dict[str, str | None]:
     """
     environment: dict[str, str | None] = {"VLLM_CPU_KVCACHE_SPACE": None, "VLLM_CPU_OMP_THREADS_BIND": None}
     # oneDNN keeps a compiled primitive for every batch shape, by default 1,024 of them: hundreds of MiB that seem to leak for hundreds of steps.
-    environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if core is not None:
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": str(core)}
     return environment

@@ -84,6 +84,6 @@ def test_a_failed_start_says_what_to_change(error: str, kind: type[Exception], c
 
 def test_compiled_shapes_are_bounded_unless_the_user_bounds_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    assert child_environment(None)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+    assert child_environment(None)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
     assert child_environment(None)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
