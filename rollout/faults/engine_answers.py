@@ -10,8 +10,8 @@ from rollout.errors import EngineError, boundary
 from rollout.faults.config import FaultSection
 from rollout.faults.draws import selected
 from rollout.faults.engine import EngineWrapper, closing
-from rollout.faults.number_formats import rounded_to_bf16
 from rollout.generation import GenerationRequest, TokenChunk
+from rollout.number_formats import rounded_to_bf16
 from rollout.protocols import Engine
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import RoutingTrace

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from orchestrator.cli import app
 from rollout.errors import UserError
 from rollout.manifest import write_manifest
-from trainer.consistency.precision import bfloat16_grid
+from rollout.number_formats import rounded_to_bf16
 from trainer.routing_capture import RoutingRecorder
 
 
@@ -167,7 +167,7 @@ def test_log_probs_at_the_samplers_temperature_pass_and_an_option_outranks_the_c
 
 
 def test_log_probs_in_bfloat16_are_found_as_precision(audits: Audits, sequences: Sequences):
-    rounded = replace(sequences, logprobs=[bfloat16_grid(row) for row in sequences.logprobs])
+    rounded = replace(sequences, logprobs=[rounded_to_bf16(row) for row in sequences.logprobs])
     status, document = audits.run(token_rows(rounded))
     assert status == 1 and document["attribution"]["first"] == "precision" and document["attribution"]["explained"] > 0.99
     assert audits.run(token_rows(rounded), engine_dtype="bfloat16")[0] == 0

@@ -24,11 +24,11 @@ from rollout.faults.config import (
     StaleReplicaFault,
 )
 from rollout.faults.doctored_files import doctored_copy
-from rollout.faults.number_formats import decoded, encoded, rounded_to_bf16, rounded_to_e4m3
 from rollout.faults.registry import plant_engine
 from rollout.faults.weight_edits import weight_doctor
 from rollout.generation import PauseMode, TokenChunk
 from rollout.manifest import read_manifest, verify_directory, write_manifest
+from rollout.number_formats import decoded, encoded, rounded_to_bf16, rounded_to_e4m3
 from rollout.protocols import Engine
 from rollout.weights import Transport, WeightManifest
 

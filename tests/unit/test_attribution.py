@@ -10,10 +10,10 @@ from attribution_room import AS_LOGGED, LIMITS, ROUTED, TableRescorer, V, ask, b
 from builders import BASE
 from numpy.typing import NDArray
 
+from rollout.number_formats import rounded_to_bf16
 from rollout.trajectory import RoutingTrace, Trajectory, VersionSpan
 from trainer.consistency.attribution import AttributionFacts, attribute
 from trainer.consistency.evidence import Cause, Check, Severity
-from trainer.consistency.precision import bfloat16_grid
 from trainer.consistency.protocols import ScoreOptions
 
 
@@ -165,7 +165,7 @@ def rounded_log(scores: NDArray[np.float32]) -> Trajectory:
     """Its log holds these scores, rounded to bfloat16 on the way."""
     built = trajectory()
     logprobs = built.rollout_logprobs.copy()
-    logprobs[built.sampled] = bfloat16_grid(scores)
+    logprobs[built.sampled] = rounded_to_bf16(scores)
     return replace(built, rollout_logprobs=logprobs)
 
 
@@ -174,7 +174,7 @@ SCORES = np.array([-1.32, -1.51, -0.01, -9.87, -20.3, -3.333, -0.777, -2.222], d
 
 def test_logprobs_rounded_in_transport_are_precision_and_cost_no_question():
     sent = rounded_log(SCORES)
-    gap = SCORES.astype(np.float64) - bfloat16_grid(SCORES)
+    gap = SCORES.astype(np.float64) - rounded_to_bf16(SCORES)
     rescorer = TableRescorer({AS_LOGGED: gap.tolist()})
     found = ask(rescorer, sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-3}))
     assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(0.0, abs=1e-9)
@@ -183,14 +183,14 @@ def test_logprobs_rounded_in_transport_are_precision_and_cost_no_question():
 
 def test_logprobs_near_the_bfloat16_grid_but_not_on_it_are_not_rounded_ones():
     sent = rounded_log(SCORES)
-    gap = SCORES.astype(np.float64) - bfloat16_grid(SCORES)
+    gap = SCORES.astype(np.float64) - rounded_to_bf16(SCORES)
     gap[4] += 0.2
     assert ask(TableRescorer({AS_LOGGED: gap.tolist()}), sent).parts == ()
 
 
 def test_rounding_in_transport_shows_after_the_arithmetic_is_explained():
     sent = rounded_log(SCORES)
-    gap = SCORES.astype(np.float64) - bfloat16_grid(SCORES)
+    gap = SCORES.astype(np.float64) - rounded_to_bf16(SCORES)
     rescorer = TableRescorer({AS_LOGGED: 0.2, ScoreOptions(dtype="bfloat16"): gap.tolist()})
     found = ask(rescorer, replace(sent, tag=replace(sent.tag, weights_dtype="bfloat16")))
     assert parts(found) == {Cause.PRECISION: 0.2} and found.residual == pytest.approx(0.0, abs=1e-6)
@@ -359,7 +359,7 @@ def test_a_label_that_goes_wrong_within_a_span_is_a_version_tag():
 
 def test_rounding_in_transport_that_begins_within_a_span_is_precision():
     sent = rounded_log(SCORES)
-    gap = np.where(np.arange(8) < 3, 0.0, SCORES.astype(np.float64) - bfloat16_grid(SCORES))
+    gap = np.where(np.arange(8) < 3, 0.0, SCORES.astype(np.float64) - rounded_to_bf16(SCORES))
     sent.rollout_logprobs[sent.sampled] = np.where(np.arange(8) < 3, SCORES, sent.rollout_logprobs[sent.sampled])
     found = ask(TableRescorer({AS_LOGGED: gap.tolist()}), sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-4}))
     assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(0.0, abs=1e-9)

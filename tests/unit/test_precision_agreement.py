@@ -10,6 +10,7 @@ import pytest
 from builders import build_trajectory
 from numpy.typing import NDArray
 
+from rollout.number_formats import rounded_to_bf16
 from rollout.trajectory import VersionSpan
 from rollout.weights import PolicyVersion
 from trainer.consistency.config import GapLimits
@@ -18,7 +19,6 @@ from trainer.consistency.precision import (
     GapBaseline,
     GapSummary,
     baseline_of,
-    bfloat16_grid,
     check_drift,
     check_gap,
     default_limits,
@@ -227,9 +227,9 @@ def test_the_typical_chi2_is_not_decided_by_one_sequence():
 
 def test_the_bfloat16_grid_is_the_golden_one(golden: dict[str, Any]):
     for value, expected in golden["bf16"].items():
-        assert bfloat16_grid(row(float(value)))[0] == expected["q"]
-    assert bfloat16_grid(row(float("-inf")))[0] == -math.inf
-    assert bfloat16_grid(row(1.00390625, 1.01171875)).tolist() == [1.0, 1.015625], "ties go to the even neighbour"
+        assert rounded_to_bf16(row(float(value)))[0] == expected["q"]
+    assert rounded_to_bf16(row(float("-inf")))[0] == -math.inf
+    assert rounded_to_bf16(row(1.00390625, 1.01171875)).tolist() == [1.0, 1.015625], "ties go to the even neighbour"
 
 
 V = [PolicyVersion(1, version) for version in range(5)]

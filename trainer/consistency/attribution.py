@@ -17,10 +17,11 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.number_formats import rounded_to_bf16
 from rollout.trajectory import Trajectory, VersionSpan
 from trainer.consistency.config import GapLimits
 from trainer.consistency.evidence import Attribution, Cause, Check, Finding, Severity
-from trainer.consistency.precision import TAIL_NATS, GapBaseline, bfloat16_grid, gap_floor, tail_is_high
+from trainer.consistency.precision import TAIL_NATS, GapBaseline, gap_floor, tail_is_high
 from trainer.consistency.protocols import Rescorer, ScoreOptions
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -310,7 +311,7 @@ def _precision(inquiry: _Inquiry) -> None:
 
 def _rounded(inquiry: _Inquiry, answer: _Answer) -> _Answer | None:
     """The answer after transport in bfloat16, if where that helps the log then agrees with it to the last bit."""
-    values = np.where(np.isnan(answer.values), answer.values, bfloat16_grid(answer.values))
+    values = np.where(np.isnan(answer.values), answer.values, rounded_to_bf16(answer.values))
     begun = inquiry.begun(inquiry.answer(answer.options, values))
     helps = begun.gaps < answer.gaps
     agree = np.isfinite(values) & (begun.gaps <= ROUNDED_NATS)

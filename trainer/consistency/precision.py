@@ -219,13 +219,6 @@ def typical_chi2(values: Sequence[float]) -> float:
     return float(np.median(np.asarray(values, dtype=np.float64)))
 
 
-def bfloat16_grid(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[...] the nearest bfloat16 of each value, ties to even; infinities stay. NaN is not a value here."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32)
-
-
 def _differences(train: NDArray[np.float32], rollout: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
     if not train.shape == rollout.shape == mask.shape:
         raise ValueError(f"gap of log-probs {train.shape} and {rollout.shape} under mask {mask.shape}; expected one [T]")
