@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gradloc_room import located, on_policy, one_rank, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -21,22 +20,6 @@ from trainer.stability.gradient_probe import StepData
 from trainer.stability.gradloc import TermPlace, without_terms
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ranks]:
-    with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(alone: Ranks) -> PolicyModel:
-    return small_model(alone)
-
-
-@pytest.fixture(scope="module")
-def healthy(model: PolicyModel, alone: Ranks) -> tuple[MicroBatch, ...]:
-    return on_policy(model, alone, random_step(0))
 
 
 def gradients(model: PolicyModel) -> list[Tensor]:

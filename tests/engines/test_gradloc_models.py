@@ -1,12 +1,11 @@
 """The search on other models and losses: experts, tied weights, bfloat16, dropout, weights by sequence."""
 
-from collections.abc import Generator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from gradloc_room import located, on_policy, one_rank, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from gradloc_room import located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
 
 from rollout.errors import UserError
 from trainer.consistency.config import CorrectionConfig, MisSequenceConfig, NoCorrection, OpsmConfig
@@ -15,22 +14,6 @@ from trainer.ranks import Ranks
 from trainer.stability.gradient_probe import GradientProbe, StepData
 from trainer.stability.step_terms import rank_terms, step_terms
 from trainer.types import MicroBatch
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ranks]:
-    with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(alone: Ranks) -> PolicyModel:
-    return small_model(alone)
-
-
-@pytest.fixture(scope="module")
-def healthy(model: PolicyModel, alone: Ranks) -> tuple[MicroBatch, ...]:
-    return on_policy(model, alone, random_step(0))
 
 
 @pytest.mark.parametrize("kind", ["moe", "tied", "bfloat16", "dropout", "sequence"])

@@ -1,30 +1,13 @@
 """Spikes planted in a live sharded step are found at every place, within the published number of passes."""
 
-from collections.abc import Generator
 
 import numpy as np
 import pytest
-from gradloc_room import located, on_policy, one_rank, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
 
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.types import MicroBatch
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ranks]:
-    with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def model(alone: Ranks) -> PolicyModel:
-    return small_model(alone)
-
-
-@pytest.fixture(scope="module")
-def healthy(model: PolicyModel, alone: Ranks) -> tuple[MicroBatch, ...]:
-    return on_policy(model, alone, random_step(0))
 
 
 @pytest.mark.parametrize("savings", [True, False])
