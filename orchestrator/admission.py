@@ -56,7 +56,7 @@ class Admission:
         self._group_size = group_size
         self._deadline_s = submit_deadline_s
         self.workers: dict[int, WorkerPort] = {}
-        """Live episode workers by index; collection puts them in and takes them out."""
+        """Live episode workers by index. Collection puts them in; it takes them out when it hears that one died, as admission does when it hears first."""
 
     def capacity(self) -> int:
         """Groups that may start now."""
@@ -94,14 +94,16 @@ class Admission:
         indices = list(workers)
         await book.open(dispatches, cursor, [indices[i % len(indices)] for i in range(len(dispatches))])
         for position, index in enumerate(indices):
-            await self._submit(workers[index], dispatches[position :: len(indices)])
+            await self._submit(index, workers[index], dispatches[position :: len(indices)])
 
-    async def _submit(self, worker: WorkerPort, share: Sequence[Dispatch]) -> None:
+    async def _submit(self, index: int, worker: WorkerPort, share: Sequence[Dispatch]) -> None:
         if not share:
             return
         try:
             await within(worker.submit(share), self._deadline_s, "an episode worker to take dispatches")
         except ProcessLostError as error:
+            if self.workers.get(index) is worker:  # or the next round would hand the same prompts to the same dead worker, and so for ever
+                del self.workers[index]
             await self._book.end([Ending(dispatch_id=d.dispatch_id, reason=FailReason.WORKER, detail=str(error), readmit=True) for d in share])
 
 

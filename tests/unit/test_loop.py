@@ -1,7 +1,7 @@
 """The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever happens to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.launch import drive
 from orchestrator.run_dir import RunDir, create_run_dir
-from rollout.dispatch import DispatchState
-from rollout.errors import ConcordError, DeadlineError, WeightSyncError
+from rollout.dispatch import Dispatch, DispatchState
+from rollout.errors import ConcordError, DeadlineError, ProcessLostError, WeightSyncError
 from rollout.generation import GenerationRequest, TokenChunk
 from rollout.protocols import Engine
 from rollout.store.reader import open_reader
@@ -264,6 +264,33 @@ def test_a_killed_episode_worker_is_replaced_and_its_prompts_come_again(tmp_path
     summary = case.drive()
     assert summary["version"] == 12
     assert summary["worker_restarts"] == 1
+    assert_accounted(summary)
+
+
+def test_a_worker_that_refuses_work_gets_no_more_before_it_is_replaced(tmp_path: Path) -> None:
+    """Admission hears of its death before collection does; were it to try again at once, it would dispatch without end and let nobody else run."""
+    case = Case(tmp_path, "run.steps=12", "episodes.workers=1", *UNEVEN)
+    refused: list[int] = []
+
+    async def refuse_from_step_4(fleet: LocalFleet) -> None:
+        reached = asyncio.Event()
+        case.reporter.on_step = lambda step: reached.set() if step == 4 else None
+        await reached.wait()
+        worker = fleet.workers[0]
+
+        async def submit(dispatches: Sequence[Dispatch]) -> None:
+            assert not refused, "a worker that is lost was given work again"
+            refused.append(len(dispatches))
+            worker.dead.set()
+            raise ProcessLostError("the episode worker was killed")
+
+        worker.submit = submit
+
+    case.during = refuse_from_step_4
+    summary = case.drive()
+    assert summary["version"] == 12
+    assert summary["worker_restarts"] == 1
+    assert summary["failed"]["worker"] >= refused[0] > 0
     assert_accounted(summary)
 
 
