@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
-from orchestrator.metrics import CATALOGUE
+from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE
 from rollout.dispatch import FailReason, RejectReason
 from rollout.store.journal import EventKind
 
@@ -61,7 +61,8 @@ def fresh_documents(docs: Path) -> dict[Path, str]:
     """The text that each document should have."""
     run_directory = docs / "run_directory.md"
     text = run_directory.read_text()
-    for name, table in (("metrics", metrics_table()), ("events", events_table()), ("reasons", reasons_table())):
+    tables = {"metrics": metrics_table(), "block_metrics": block_metrics_table(), "events": events_table(), "reasons": reasons_table()}
+    for name, table in tables.items():
         text = replaced(text, name, table)
     return {docs / "configuration.md": configuration_page(), run_directory: text}
 
@@ -183,6 +184,14 @@ def metrics_table() -> str:
     """One row a column of the metric parts."""
     rows = ["| column | unit | layer | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |" for m in CATALOGUE])
+
+
+def block_metrics_table() -> str:
+    """One row a signal of the block parts."""
+    rows = ["| `signal` | unit | of each | layer | meaning |", "| --- | --- | --- | --- | --- |"]
+    for m in BLOCK_CATALOGUE:
+        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.labels)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |")
+    return "\n".join(rows)
 
 
 def events_table() -> str:

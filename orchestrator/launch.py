@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.ports import Fleet
+from orchestrator.block_signals import block_values
 from orchestrator.checkpoints import RunCheckpoints, export_model
 from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines
@@ -14,7 +15,7 @@ from orchestrator.loop import Loop, Opening
 from orchestrator.memory import PeakMemory
 from orchestrator.plan import resource_plan, totals
 from orchestrator.progress import Reporter
-from orchestrator.recorder import MetricsRecorder
+from orchestrator.recorder import BlockRecorder, MetricsRecorder
 from orchestrator.registration import Expectation
 from orchestrator.replicas import Replicas
 from orchestrator.run_dir import RunDir
@@ -173,11 +174,12 @@ async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
 async def _observe(
     config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals
 ) -> dict[str, object]:
-    recorder, memory = MetricsRecorder(run.metrics), PeakMemory(fleet.processes)
+    recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
 
     def on_step(done: StepDone) -> None:
         row = signals.row(done)
         recorder.add(row)
+        blocks.add(done.report.policy.version, block_values(done.report))
         reporter.step(row, config.run.steps)
         checkpoints.prune(done.report.policy)
 
@@ -188,6 +190,7 @@ async def _observe(
     finally:
         sampling.cancel()
         recorder.flush()
+        blocks.flush()
     loop.book.counts = await fleet.store.counts()
     summary = signals.summary(memory)
     write_summary(run, summary)

@@ -34,8 +34,8 @@ class Metric:
         return self.name.removeprefix("concord_")
 
 
-def _gauge(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
-    return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer)
+def _gauge(name: str, unit: str, diagnosis_layer: int, help: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer, labels=labels)
 
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -63,6 +63,7 @@ CATALOGUE: tuple[Metric, ...] = (
     _gauge("loss", "loss", 3, "Loss of the step: a sum with fixed denominators."),
     _gauge("grad_norm", "norm", 3, "Global gradient norm before the clip."),
     _gauge("learning_rate", "rate", 3, "Learning rate of the step."),
+    _gauge("max_attention_logit", "logit", 3, "Largest attention logit of all heads before the clip (trainer.optimizer.qk_clip); -1 where it is off."),
     _gauge("skipped_steps", "steps", 3, "Steps not applied since the run began (non-finite)."),
     _gauge("abs_logprob_difference_mean", "nats", 4, "Mean |log pi_now - old log-prob| over the loss's tokens: staleness and engine together."),
     _gauge("abs_rollout_difference_mean", "nats", 4, "Mean |log pi_now - rollout log-prob| over the loss's tokens: |d_total|."),
@@ -119,5 +120,18 @@ CATALOGUE: tuple[Metric, ...] = (
     _gauge("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
     _gauge("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
 )
+
+BLOCK_CATALOGUE: tuple[Metric, ...] = (
+    _gauge("block_grad_norm", "norm", 3, "Norm of the block's gradient before any clip.", ("block",)),
+    _gauge("block_clip_scale", "ratio", 3, "Factor of the block's gradient by trainer.optimizer.clip, without the global clip.", ("block",)),
+    _gauge("block_clip_threshold", "norm", 3, "Norm at which the block is clipped; no row where it has no threshold of its own, or none yet.", ("block",)),
+    _gauge("block_update_ratio", "ratio", 3, "Norm of the step's change of the block's weights over their norm (trainer.probes.update_ratio).", ("block",)),
+    _gauge("block_activation_rms", "activation", 3, "Root mean square of what the block hands on (trainer.probes.activations).", ("block",)),
+    _gauge("block_activation_kurtosis", "ratio", 3, "Mean 4th power over squared mean square of the same; 3 for a normal distribution.", ("block",)),
+    _gauge("block_router_load_max", "ratio", 3, "Busiest expert's share of the block's tokens over the mean's (trainer.probes.router_load).", ("block",)),
+    _gauge("block_router_load_entropy", "nats", 3, "Entropy of the shares of the block's experts; log of their number where all are alike.", ("block",)),
+    _gauge("block_max_attention_logit", "logit", 3, "Largest attention logit of a head before the clip (trainer.optimizer.qk_clip).", ("block", "head")),
+)
+"""Signals with a value for each block of the model, in the block parts."""
 
 COLUMNS: tuple[str, ...] = tuple(metric.column for metric in CATALOGUE)

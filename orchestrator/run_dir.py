@@ -45,6 +45,11 @@ class RunDir:
         return self.path / "metrics"
 
     @property
+    def block_metrics(self) -> Path:
+        """Parquet parts, one row a step, block and signal."""
+        return self.path / "block_metrics"
+
+    @property
     def stacks(self) -> Path:
         """Stack dumps of actors."""
         return self.path / "stacks"

@@ -75,6 +75,7 @@ class Signals:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "learning_rate": report.learning_rate,
+            "max_attention_logit": max((logit for _, heads in report.attention_logits for logit in heads), default=-1.0),
             "abs_logprob_difference_mean": report.mean_abs_logprob_difference,
             "abs_rollout_difference_mean": report.mean_abs_rollout_difference,
             "abs_engine_difference_mean": report.mean_abs_engine_difference,

@@ -243,6 +243,7 @@ def _report(
         skipped=optimizer.skipped,
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
+        block_thresholds=optimizer.block_thresholds,
         routing_replayed_fraction=replayed / expected if expected else 0.0,
         routing_fallback_fraction=(expected - replayed) / expected if expected else 0.0,
     )

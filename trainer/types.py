@@ -129,6 +129,12 @@ class StepReport:
     """(block, L2 norm of its gradient before any clip), in the order of the model."""
     block_scales: tuple[tuple[str, float], ...] = ()
     """(block, factor of its gradient by `trainer.optimizer.clip`), without the global clip; empty where no step was applied."""
+    block_thresholds: tuple[tuple[str, float | None], ...] = ()
+    """(block, norm at which `trainer.optimizer.clip` clips it); None where it has none of its own, or none yet; empty where no step was applied."""
+    probes: tuple[tuple[str, str, float], ...] = ()
+    """(probe, block, value) of the probes of `trainer.probes` that are on."""
+    attention_logits: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """(block, largest attention logit of each head before the clip) with `trainer.optimizer.qk_clip`, else empty."""
     mean_abs_rollout_difference: float = 0.0
     """Mean |log pi_now - rollout log-prob| over the loss's tokens, nats: |d_total|."""
     mean_abs_engine_difference: float = 0.0

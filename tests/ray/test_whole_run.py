@@ -96,6 +96,7 @@ def test_the_run_directory_is_complete_and_nothing_in_it_is_half_written(finishe
         "weights",
         "checkpoints",
         "metrics",
+        "block_metrics",
         "summary.json",
     }
     assert [path for path in run.rglob("*") if path.name.endswith(".tmp")] == []
