@@ -24,8 +24,18 @@ _torch: Any = torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNorms:
+    """Of one step's gradient as it stands, over all ranks."""
+
+    blocks: tuple[float, ...]
+    """L2 norm of each block, in the order of the blocks."""
+    total: float
+    """L2 norm of all of it; not finite where the gradient is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What one call of `PolicyOptimizer.step` did. Pairs are (name of the block, value), in the order of the blocks."""
+    """What one call of `PolicyOptimizer.apply` or `drop` did. Pairs are (name of the block, value), in the order of the blocks."""
 
     grad_norm: float
     """Global L2 norm before any clip."""
@@ -87,33 +97,48 @@ class PolicyOptimizer:
         self.clip = build_clip(config.clip, self._names, config.max_grad_norm)
         self.optimizers = build_optimizers(self._blocks, config, ranks.device)
 
-    def step(self, step: int, *, apply: bool = True) -> OptimizerReport:
-        """Clip the gradients, apply them unless they are not finite, and drop them. Collective.
+    def measure(self) -> GradientNorms:
+        """Norms of the gradients before any clip; they stay as they are. Collective: one small reduction."""
+        norms = block_norms(gradients_of(self._blocks), self._ranks.device)
+        return GradientNorms(blocks=norms, total=global_norm(norms))
+
+    def apply(self, step: int, norms: GradientNorms) -> OptimizerReport:
+        """Clip the gradients, apply them unless they are not finite, and drop them.
 
         Args:
             step: number of this optimizer step, from 1; it sets the learning rate.
-            apply: False drops the gradients: a batch without a term must not move the weights by old momentum, nor teach the clip.
+            norms: of these very gradients, from `measure`.
         """
-        gradients = gradients_of(self._blocks)
-        norms = block_norms(gradients, self._ranks.device)
-        norm = global_norm(norms)
-        rate = learning_rate(self._config, step, self._total_steps)
-        skipped = "" if math.isfinite(norm) else f"non-finite gradient (norm {norm})"
-        decision = ClipDecision(scales=(), thresholds=())
-        if apply and not skipped:
-            decision = self.clip.decide(norms)
-            self._scale(gradients, norms, decision.scales)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                optimizer.step()
+        if not math.isfinite(norms.total):
+            return self.drop(step, norms, f"non-finite gradient (norm {norms.total})")
+        decision = self.clip.decide(norms.blocks)
+        self._scale(gradients_of(self._blocks), norms.blocks, decision.scales)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self._config, step, self._total_steps)
+            optimizer.step()
+        return self._end(step, norms, "", decision)
+
+    def drop(self, step: int, norms: GradientNorms, skipped: str = "") -> OptimizerReport:
+        """Drop the gradients: no weight moves, not even by old momentum, and the clip learns nothing. Arguments as of `apply`.
+
+        Args:
+            skipped: why; empty for a batch without a term, which is a step that moves nothing.
+        """
+        return self._end(step, norms, skipped, ClipDecision(scales=(), thresholds=()))
+
+    def zero(self) -> None:
+        """Drop the gradients, to compute them again."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def _end(self, step: int, norms: GradientNorms, skipped: str, decision: ClipDecision) -> OptimizerReport:
+        self.zero()
         return OptimizerReport(
-            grad_norm=norm,
-            learning_rate=rate,
+            grad_norm=norms.total,
+            learning_rate=learning_rate(self._config, step, self._total_steps),
             skipped=skipped,
-            block_norms=tuple(zip(self._names, norms, strict=True)),
+            block_norms=tuple(zip(self._names, norms.blocks, strict=True)),
             block_scales=tuple(zip(self._names, decision.scales, strict=False)),
             block_thresholds=tuple(zip(self._names, decision.thresholds, strict=False)),
         )

@@ -6,15 +6,13 @@ Every method but `open_transfer` and `close` is collective: all ranks call it wi
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollout.errors import UserError
 from rollout.trajectory import StoredGroups
@@ -27,11 +25,12 @@ from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
 from trainer.consistency.config import CorrectionConfig, NoCorrection
 from trainer.consistency.evidence import audited_group
+from trainer.gradient_step import GradientReport, GradientStep, PhaseClock
 from trainer.loading import DTYPES, load_policy
 from trainer.model_dir import check_model_dir
-from trainer.optimizer import OptimizerReport, PolicyOptimizer
+from trainer.optimizer import PolicyOptimizer
 from trainer.packing import pack
-from trainer.policy_loss import SUMS, PolicyLoss, loss_tokens
+from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.sharded_state import load_checkpoint, save_checkpoint
@@ -40,10 +39,6 @@ from trainer.types import MicroBatch, StepReport, StepRequest
 
 if TYPE_CHECKING:
     from trainer.transfer import Transfer
-
-
-_TOTALS = (*SUMS, "routing_expected", "routing_replayed")
-"""What ranks sum up in a step; of a replay, the inputs that predict something and those of them that ran on the engine's experts."""
 
 
 class PolicyTrainer:
@@ -79,10 +74,11 @@ class PolicyTrainer:
             torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
             self._model, layout = load_policy(model_dir, config, self._ranks)
             reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
-            self._replay = BatchReplay(self._model) if config.replay_routing else None
+            replay = BatchReplay(self._model) if config.replay_routing else None
             self._algorithm = build_algorithm(config.algorithm)
-            self._loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
+            loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
             self._optimizer = PolicyOptimizer(named_blocks(self._model), config.optimizer, self._ranks, total_steps)
+            self._gradient = GradientStep(self._model, loss, self._optimizer, self._ranks, replay)
             self._publisher = Publisher(
                 self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
             )
@@ -98,18 +94,14 @@ class PolicyTrainer:
         """
         if self._transfer is not None:
             self._transfer.release()
-        clock = _PhaseClock()
+        clock = PhaseClock()
         audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
         clock.end("decode")
         batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
         micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
-        sums = self._forward_backward(micro_batches[self._ranks.rank], batch)
-        clock.end("forward_backward")
-        optimizer = self._optimizer.step(request.policy.version, apply=batch.num_tokens > 0)
-        totals = cast(list[float], cast(Any, self._ranks.sum(sums)).tolist())
-        clock.end("optimizer")
-        return _report(request, batch, micro_batches, dict(zip(_TOTALS, totals, strict=True)), optimizer, clock)
+        done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, clock)
+        return _report(request, batch, micro_batches, done, clock)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
@@ -172,16 +164,6 @@ class PolicyTrainer:
             self._transfer.close()
         leave_ranks()
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Tensor:
-        """Add the gradients of this rank's micro-batches; returns the sums of `_TOTALS`, float64."""
-        sums = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._ranks.device)
-        for micro in micro_batches:
-            with nullcontext((0, 0)) if self._replay is None else self._replay.using(micro) as (expected, replayed):
-                loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
-                loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            sums += torch.cat((added, added.new_tensor((expected, replayed))))
-        return sums
-
 
 def _transfer_of(weights: WeightsConfig, ranks: Ranks, publisher: Publisher) -> "Transfer | None":
     """Loads what sends from GPU to GPU only when the config asks for it."""
@@ -192,27 +174,14 @@ def _transfer_of(weights: WeightsConfig, ranks: Ranks, publisher: Publisher) -> 
     return Transfer(Transport(weights.transport), ranks.rank, ranks.device, publisher.whole_tensors)
 
 
-class _PhaseClock:
-    """Seconds of consecutive phases."""
-
-    def __init__(self) -> None:
-        self._last = perf_counter()
-        self.phases: list[tuple[str, float]] = []
-
-    def end(self, phase: str) -> None:
-        now = perf_counter()
-        self.phases.append((phase, now - self._last))
-        self._last = now
-
-
 def _report(
     request: StepRequest,
     batch: TrainingBatch,
     micro_batches: Sequence[Sequence[MicroBatch]],
-    sums: dict[str, float],
-    optimizer: OptimizerReport,
-    clock: _PhaseClock,
+    done: GradientReport,
+    clock: PhaseClock,
 ) -> StepReport:
+    sums, optimizer = done.totals, done.optimizer
     tokens = max(1, batch.num_tokens)
     expected, replayed = sums["routing_expected"], sums["routing_replayed"]
     return StepReport(

@@ -47,11 +47,11 @@ def give(optimizer: PolicyOptimizer, *norms: float) -> None:
 def test_an_exploding_block_is_scaled_and_the_others_keep_their_gradient():
     optimizer = optimizer_of()
     give(optimizer, 1.0, 1.0)
-    first = optimizer.step(1)
+    first = optimizer.apply(1, optimizer.measure())
     assert first.block_scales == (("one", 1.0), ("two", 1.0))
     assert first.block_thresholds == (("one", None), ("two", None))
     give(optimizer, 1.5, 1000.0)
-    report = optimizer.step(2)
+    report = optimizer.apply(2, optimizer.measure())
     assert report.block_norms == (("one", pytest.approx(1.5)), ("two", pytest.approx(1000.0)))
     assert report.block_scales == (("one", 1.0), ("two", pytest.approx(0.002)))
     assert report.block_thresholds == (("one", pytest.approx(2.0)), ("two", pytest.approx(2.0)))
@@ -62,10 +62,10 @@ def test_an_exploding_block_is_scaled_and_the_others_keep_their_gradient():
 def test_the_global_clip_acts_on_what_the_clip_by_block_leaves():
     optimizer = optimizer_of(max_grad_norm=1.25)
     give(optimizer, 1.5, 2.0)
-    optimizer.step(1)
+    optimizer.apply(1, optimizer.measure())
     assert optimizer.seen == pytest.approx((0.75, 1.0))
     give(optimizer, 3.0, 1000.0)
-    report = optimizer.step(2)
+    report = optimizer.apply(2, optimizer.measure())
     assert report.block_scales == (("one", 1.0), ("two", pytest.approx(0.004)))
     assert optimizer.seen == pytest.approx((0.75, 1.0))
 
@@ -73,7 +73,7 @@ def test_the_global_clip_acts_on_what_the_clip_by_block_leaves():
 def test_the_global_clip_alone_scales_all_blocks_alike():
     optimizer = optimizer_of(max_grad_norm=2.5, clip={"type": "global"})
     give(optimizer, 3.0, 4.0)
-    report = optimizer.step(1)
+    report = optimizer.apply(1, optimizer.measure())
     assert report.grad_norm == pytest.approx(5.0)
     assert report.block_scales == (("one", 1.0), ("two", 1.0))
     assert report.block_thresholds == (("one", None), ("two", None))
@@ -93,10 +93,11 @@ def test_a_gradient_below_every_limit_keeps_its_bits():
 def test_a_step_that_is_not_applied_moves_no_weight_and_teaches_the_clip_nothing(norm: float, apply: bool):
     optimizer = optimizer_of()
     give(optimizer, 1.0, 1.0)
-    optimizer.step(1)
+    optimizer.apply(1, optimizer.measure())
     state, held = optimizer.clip.state_dict(), weights(optimizer)
     give(optimizer, 1.0, norm)
-    report = optimizer.step(2, apply=apply)
+    norms = optimizer.measure()
+    report = optimizer.apply(2, norms) if apply else optimizer.drop(2, norms)
     assert report.block_norms[0] == ("one", pytest.approx(1.0))
     assert report.block_scales == report.block_thresholds == ()
     assert bool(report.skipped) == apply
