@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import Trajectory
 from rollout.weights import PolicyVersion
-from trainer.consistency.attribution import AttributionFacts, attribute
+from trainer.consistency.attribution import attribute
 from trainer.consistency.config import GapLimits
 from trainer.consistency.evidence import Attribution, Cause, Check, Finding, Severity
+from trainer.consistency.inquiry import AttributionFacts
 from trainer.consistency.precision import GapBaseline
 from trainer.consistency.protocols import ScoreOptions
 

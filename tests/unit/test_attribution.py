@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from rollout.number_formats import rounded_to_bf16
 from rollout.trajectory import RoutingTrace, Trajectory, VersionSpan
-from trainer.consistency.attribution import AttributionFacts, attribute
+from trainer.consistency.attribution import attribute
 from trainer.consistency.evidence import Cause, Check, Severity
+from trainer.consistency.inquiry import AttributionFacts
 from trainer.consistency.protocols import ScoreOptions
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Trajectory
-from trainer.consistency.attribution import AttributionFacts, attribute
+from trainer.consistency.attribution import attribute
 from trainer.consistency.config import GapLimits
 from trainer.consistency.dump import DumpReader, DumpRow, ModelShape, without_versions
 from trainer.consistency.dump_cells import RowFinding
@@ -24,6 +24,7 @@ from trainer.consistency.dump_report import AuditCounts, DumpReport
 from trainer.consistency.dump_shift import check_shift
 from trainer.consistency.dump_versions import PublishedVersions
 from trainer.consistency.evidence import Attribution, Check, Finding, Severity
+from trainer.consistency.inquiry import AttributionFacts
 from trainer.consistency.metrics import mismatch_metrics
 from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
 from trainer.consistency.protocols import Rescorer, ScoreOptions

@@ -20,9 +20,11 @@ from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import Annotation, StoredGroups, Trajectory, TrajectoryGroup
 from rollout.weights import PolicyVersion
 from trainer.config import TrainerConfig
-from trainer.consistency.attribution import AttributionFacts, attribute
+from trainer.consistency.attribution import attribute
 from trainer.consistency.config import ConsistencyConfig, GapLimits
 from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, encode_evidence
+from trainer.consistency.inquiry import AttributionFacts
+from trainer.consistency.other_tokens import ThroughText
 from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
 from trainer.consistency.protocols import Rescorer, ScoreOptions
 from trainer.consistency.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
@@ -76,6 +78,8 @@ class PromptReader:
 
     read: Callable[[Prompt], NDArray[np.int32]]
     special_ids: frozenset[int]
+    through_text: ThroughText | None = None
+    """[P] ids to text, without special tokens, and back."""
 
     def check(self, expected: NDArray[np.int32], trajectory: Trajectory) -> tuple[Finding, ...]:
         """Whether the policy was shown the very ids that its prompt has."""
@@ -209,7 +213,7 @@ class Auditor:
         """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in every gap."""
         if self._run.trainer_dtype == "float32":
             return 0.0
-        exact = scorer.score([each.trajectory for each in scored], ScoreOptions(dtype="float32"))
+        exact = scorer.score([each.trajectory for each in scored], replace(self._run.options, dtype="float32"))
         differences = np.concatenate([(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)])
         return float(np.abs(differences).mean()) if differences.size else 0.0
 
@@ -222,6 +226,8 @@ class Auditor:
             canary_gap=facts.canary_gap,
             canary_tolerance=facts.canary_tolerance,
             baseline=facts.baseline,
+            options=self._run.options,
+            through_text=None if self._run.prompts is None else self._run.prompts.through_text,
         )
         behaviour = [np.where(np.isfinite(each.scores), each.scores, np.float32(np.nan)) for each in asked]
         return attribute([each.trajectory for each in asked], known, scorer, limits, max_tokens=self._config.batch_tokens, behaviour=behaviour)
@@ -296,7 +302,9 @@ def build_auditor(
     )
     tokenizer = load_tokenizer(model_dir)
     prompts = PromptReader(
-        read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(), special_ids=tokenizer.special_ids
+        read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(),
+        special_ids=tokenizer.special_ids,
+        through_text=lambda ids: tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=True)),
     )
     run = AuditedRun(
         model=facts,
