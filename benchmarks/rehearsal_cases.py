@@ -82,6 +82,12 @@ CASES: Mapping[str, Case] = {
     "tokenizer_swap": Case(fault={"type": "tokenizer_swap"}, causes=("tokenizer",), why="the prompt's text has other ids"),
     "template_space": Case(fault={"type": "template_space"}, causes=("tokenizer",), why="the prompt's text has other ids"),
     "double_bos": Case(fault={"type": "double_bos"}, causes=("tokenizer",), why="the prompt's text has other ids"),
+    "retokenized_turn": Case(
+        fault={"type": "retokenized_turn"},
+        causes=("tokenizer",),
+        why="the gap begins with the second turn, and a prefix that comes back from text closes it",
+        changes={"environment": {"turns": 3}, "sampling": {"ignore_eos": False}, "run": {"group_size": 8}},
+    ),
     "routing_perturbed": Case(
         fault={"type": "routing_perturbed", "noise": 1.0, **_FORGED},
         causes=("routing",),
@@ -94,7 +100,7 @@ CASES: Mapping[str, Case] = {
     "version_off_by_one": Case(fault={"type": "version_off_by_one"}, causes=("version_tag",), why="the version after closes the gap"),
     "short_logprobs": Case(fault={"type": "short_logprobs"}, causes=("failed(engine)",), why="no chunk can be made of the answer"),
 }
-"""By name; `retokenized_turn` needs an environment of several turns, which no config has."""
+"""By name."""
 
 
 def model_of(case: Case, seed: int, folder: Path) -> Path:
@@ -115,6 +121,7 @@ def document(case: Case, seed: int, model: Path, runs: Path, engine: str = "torc
     made: dict[str, dict[str, Any]] = {
         "run": {"steps": STEPS, "batch_groups": 4, "group_size": 4, "seed": seed, "dir": str(runs), "name": "run"},
         "model": {"type": "local", "path": str(model)},
+        "environment": {"type": "arithmetic"},
         "sampling": {"max_new_tokens": 16, "ignore_eos": True},
         "engine": {"type": engine, "replicas": 2},
         "reward": {"type": "python", "function": f"{__name__}:share_of_digits"},

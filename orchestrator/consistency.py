@@ -19,6 +19,7 @@ from typing import cast
 from actors.ports import AuditorPort, Fleet
 from orchestrator.book import Book
 from orchestrator.deadlines import within
+from orchestrator.gap_drift import GapDrift
 from orchestrator.replicas import Replica, Replicas
 from orchestrator.run_dir import write_atomic
 from rollout.dispatch import Ending, RejectReason
@@ -99,6 +100,7 @@ class Consistency:
         self._waiting: OrderedDict[str, GroupHeader] = OrderedDict()
         self._since: dict[str, float] = {}
         self._bell = asyncio.Event()
+        self._drift = GapDrift()
         self.sums = ConsistencySums()
         self.mode = config.mode
         self.gates = config.mode == "gate"
@@ -279,6 +281,9 @@ class Consistency:
             fields = {"replica": gap.replica, "mean_abs_nats": gap.mean_abs, "k3_nats": gap.k3, "tokens": gap.num_tokens}
             fields |= {"policy": gap.newest.key, "trainer_rounding_nats": gap.trainer_rounding}
             await self._book.store.record_event("consistency_baseline", {**fields})
+        drift = self._drift.take(gap, self._replicas[gap.replica].incarnation) if math.isfinite(gap.mean_abs) else None
+        if drift is not None:
+            await self._book.store.record_event("consistency_drift", {"replica": gap.replica, "policy": gap.newest.key, "detail": drift.detail})
         failed = [finding for finding in gap.findings if finding.severity is Severity.FAIL]
         if not failed and gap.attribution is None:
             return

@@ -20,6 +20,14 @@ class ArithmeticConfig(Section):
     """Digits of each operand, zero-padded."""
     prompts: PositiveInt = 6400
     """Prompts in one pass."""
+    turns: PositiveInt = 1
+    """Sums asked one after the other in one episode, each once the policy has ended its answer; the reference answer is all of theirs joined."""
+
+    @model_validator(mode="after")
+    def _has_a_sum_for_every_turn(self) -> Self:
+        if self.turns > self.prompts:
+            raise ValueError(f"got turns = {self.turns} with prompts = {self.prompts}, so a sum would come twice in one episode; raise prompts or lower turns")
+        return self
 
 
 class JsonlConfig(Section):

@@ -1,4 +1,7 @@
-"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no tokenizer."""
+"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no tokenizer.
+
+With several turns a prompt carries the later sums in its metadata, under `LATER`, and they are asked one after the other.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +11,8 @@ from rollout.environments.order import PassOrder, mixed_bits
 from rollout.errors import UserError
 from rollout.prompts import Prompt, PromptCursor
 
+LATER = "later_sum"
+"""Metadata key of what is asked in a later turn, in order."""
 _MOST_DIGITS = 18
 _STREAMS = (-1, -2)
 """Streams of the two operands; passes use those from 0."""
@@ -27,7 +32,7 @@ class ArithmeticSource:
         if config.prompts > 100**config.digits:
             possible = f"operands of {config.digits} digits make {100**config.digits} sums"
             raise UserError(f"got environment.prompts = {config.prompts}, but {possible}; lower prompts or raise digits")
-        self._digits = config.digits
+        self._digits, self._turns = config.digits, config.turns
         self._operands = _distinct_pairs(config.prompts, 10**config.digits, seed)
         self._order = PassOrder(config.prompts, seed, shuffle=True)
 
@@ -41,9 +46,19 @@ class ArithmeticSource:
         return self._order.draw(cursor, count, self._prompt)
 
     def _prompt(self, row: int, pass_index: int) -> Prompt:
+        (task, answer), *later = (self._sum((row + turn) % self.size) for turn in range(self._turns))
+        return Prompt(
+            prompt_id=task,
+            pass_index=pass_index,
+            text=f"{task}=",
+            answer=answer + "".join(each for _, each in later),
+            metadata=tuple((LATER, f"{each}=") for each, _ in later),
+        )
+
+    def _sum(self, row: int) -> tuple[str, str]:
+        """What is asked, and its answer."""
         left, right = (int(operand) for operand in self._operands[row])
-        task = f"{left:0{self._digits}d}+{right:0{self._digits}d}"
-        return Prompt(prompt_id=task, pass_index=pass_index, text=f"{task}=", answer=str(left + right)[::-1])
+        return f"{left:0{self._digits}d}+{right:0{self._digits}d}", str(left + right)[::-1]
 
 
 def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:

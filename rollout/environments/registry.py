@@ -1,7 +1,11 @@
 """From an environment's config section to its prompt source and its environments."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.config import ArithmeticConfig, EnvironmentConfig
-from rollout.environments.arithmetic import ArithmeticSource
+from rollout.environments.arithmetic import LATER, ArithmeticSource
+from rollout.environments.fixed_turns import FixedTurnsEnv
 from rollout.environments.jsonl import JsonlSource
 from rollout.environments.single_turn import SingleTurnEnv, prompt_tokens
 from rollout.prompts import Prompt
@@ -32,7 +36,16 @@ def build_envs(config: EnvironmentConfig, prompt: Prompt, tokenizer: Tokenizer, 
     """
     template = not isinstance(config, ArithmeticConfig) and config.apply_chat_template
     ids = prompt_tokens(prompt, tokenizer, template)
+    if isinstance(config, ArithmeticConfig) and config.turns > 1:
+        replies = [_continued(tokenizer, text) for key, text in prompt.metadata if key == LATER]
+        return tuple(FixedTurnsEnv(config.type, ids, replies) for _ in range(count))
     return tuple(SingleTurnEnv(config.type, ids) for _ in range(count))
+
+
+def _continued(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
+    """[n] ids of a text that goes on a conversation: no token begins it anew."""
+    ids = tokenizer.encode(text)
+    return ids[1:] if ids.size and ids[0] == tokenizer.bos_id else ids
 
 
 def build_env(config: EnvironmentConfig, prompt: Prompt, tokenizer: Tokenizer) -> Env:

@@ -39,6 +39,14 @@ def test_scores_that_are_there_already_are_not_asked_for_again():
     assert AS_LOGGED not in rescorer.asked
 
 
+def test_questions_start_from_how_the_trainer_computes():
+    base = ScoreOptions(replay_routing=True)
+    rescorer = TableRescorer({AS_LOGGED: 0.2, base: 0.2, ScoreOptions(replay_routing=True, temperature=1.0): 0.0})
+    found = ask(rescorer, trajectory(temperature=0.8, routing=(2, 2)), facts=AttributionFacts(options=base))
+    assert parts(found) == {Cause.LOGPROB_SEMANTICS: 0.2}
+    assert all(options.replay_routing for options in rescorer.asked)
+
+
 @pytest.mark.parametrize("check", [Check.STRUCTURE, Check.TOKENIZER])
 def test_a_structural_failure_explains_everything_and_ends_the_inquiry(check: Check):
     rescorer = TableRescorer({AS_LOGGED: 0.2})

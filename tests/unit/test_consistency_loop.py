@@ -187,6 +187,17 @@ def test_routing_that_does_not_arrive_is_an_event_once_and_a_column_and_no_findi
     assert columns["consistency_routing_mismatch"][-1] == -1.0
 
 
+def test_a_gap_that_grows_with_the_versions_is_told_once_although_every_audit_passes(tmp_path: Path) -> None:
+    limits = {"mean_abs_warn": 1.0, "mean_abs_fail": 2.0, "k3_warn": 1.0, "k3_fail": 2.0, "baseline_multiple": 1e9}
+    grows = shifted(lambda t, o: 1e-3 * (5 + t.version_spans[-1].policy.version))
+    case = Case(tmp_path, {"mode": "gate", "limits": limits}, "run.steps=25", make=grows)
+    case.drive()
+    (event,) = case.events("consistency_drift")
+    assert event["replica"] == 0
+    assert "grows by 0.001 nats a step" in event["detail"]
+    assert not case.events("consistency_finding")
+
+
 def test_what_a_replay_covered_is_logged_with_its_step(tmp_path: Path) -> None:
     case = Case(tmp_path, {"mode": "off"})
     case.trainer.replayed = (0.75, 0.25)

@@ -1,5 +1,6 @@
 """Where prompts come from, in which order, and how they become tokens."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from rollout.environments.order import seeded_order
 from rollout.environments.registry import build_env, build_envs, build_source
 from rollout.errors import UserError
 from rollout.prompts import Message, Prompt, PromptCursor
-from rollout.protocols import PromptSource
+from rollout.protocols import Env, PromptSource
 from rollout.tokenizer import Tokenizer, load_tokenizer
 
 WORKLOAD = Path(__file__).parents[2] / "benchmarks" / "workload"
@@ -34,6 +35,29 @@ def test_arithmetic_asks_padded_sums_and_expects_their_digits_in_reverse():
         assert len(left) == len(right) == 2
         assert prompt.answer == str(int(left) + int(right))[::-1]
         assert prompt.prompt_id == f"{left}+{right}"
+
+
+async def replies_of(env: Env) -> list[list[int]]:
+    replies: list[list[int]] = []
+    while (reply := await env.reply(np.array([3, 1], dtype=np.int32))) is not None:
+        replies.append(reply.tolist())
+    return replies
+
+
+def test_arithmetic_of_several_turns_asks_other_sums_of_the_pass_and_expects_all_answers():
+    config, tokenizer = ArithmeticConfig(digits=1, prompts=7, turns=3), load_tokenizer(WORKLOAD / "model")
+    answers = {prompt.text: prompt.answer for prompt in one_pass(build_source(ArithmeticConfig(digits=1, prompts=7), seed=3))}
+    for prompt in one_pass(build_source(config, seed=3)):
+        later = [text for _, text in prompt.metadata]
+        assert len({prompt.text, *later}) == 3
+        assert prompt.answer == "".join(str(answers[text]) for text in (prompt.text, *later))
+        for env in build_envs(config, prompt, tokenizer, 2):  # each its own conversation
+            assert asyncio.run(replies_of(env)) == [tokenizer.encode(text).tolist() for text in later]
+
+
+def test_more_turns_than_sums_are_refused():
+    with pytest.raises(ValueError, match="got turns = 3 with prompts = 2"):
+        ArithmeticConfig(prompts=2, turns=3)
 
 
 def test_arithmetic_sums_are_distinct_even_when_all_there_are_are_asked_for():
