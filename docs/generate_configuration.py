@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
-from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE
+from orchestrator.metrics import BLOCK_CATALOGUE, ROW_METRICS
 from rollout.dispatch import FailReason, RejectReason
 from rollout.store.journal import EventKind
 
@@ -183,14 +183,14 @@ def cell(text: str) -> str:
 def metrics_table() -> str:
     """One row a column of the metric parts."""
     rows = ["| column | unit | layer | meaning |", "| --- | --- | --- | --- |"]
-    return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |" for m in CATALOGUE])
+    return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |" for m in ROW_METRICS])
 
 
 def block_metrics_table() -> str:
     """One row a signal of the block parts."""
     rows = ["| `signal` | unit | of each | layer | meaning |", "| --- | --- | --- | --- | --- |"]
     for m in BLOCK_CATALOGUE:
-        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.labels)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |")
+        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.label_names)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |")
     return "\n".join(rows)
 
 

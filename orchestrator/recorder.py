@@ -20,7 +20,7 @@ SCHEMA: Any = arrow.schema([(column, arrow.float64()) for column in COLUMNS])
 BLOCK_SCHEMA: Any = arrow.schema(
     [("step", arrow.int64()), ("block", arrow.string()), ("head", arrow.int64()), ("signal", arrow.string()), ("value", arrow.float64())]
 )
-_LABELS = {metric.column: metric.labels for metric in BLOCK_CATALOGUE}
+_LABELS = {metric.column: metric.label_names for metric in BLOCK_CATALOGUE}
 
 
 class _Parts:

@@ -1,0 +1,62 @@
+"""Signals of layers 1 to 3: data and reward, policy change, numerical updates. Parts of the catalogue in `orchestrator.metrics`."""
+
+from orchestrator.metric_types import Extent, Label, Metric, column, counter, gauge, histogram, optional_column
+
+LENGTH_EDGES = tuple(float(2**power) for power in range(18))
+PASS_RATE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999, 1.0)
+
+DATA_AND_REWARD: tuple[Metric, ...] = (
+    column("reward_mean", "reward", 1, "Mean reward of the trained groups."),
+    column("reward_std", "reward", 1, "Standard deviation of the trained rewards over trajectories."),
+    column("reward_moving_10", "reward", 1, "Mean of reward_mean over the last ten steps."),
+    column("reward_mean_dispatched", "reward", 1, "Mean reward of all groups up to the oldest unfinished dispatch: free of selection by speed."),
+    column("reward_mean_finished", "reward", 1, "Mean reward of all groups that have finished."),
+    column("length_mean", "tokens", 1, "Mean sampled tokens of the trained trajectories."),
+    column("length_mean_dispatched", "tokens", 1, "Mean sampled tokens up to the oldest unfinished dispatch: free of selection by speed."),
+    column("length_mean_finished", "tokens", 1, "Mean sampled tokens of all finished trajectories."),
+    column("length_cap_fraction", "ratio", 1, "Share of trained trajectories that ended at their length limit."),
+    column("zero_variance_groups", "ratio", 1, "Share of trained groups whose rewards are all equal."),
+    column("all_correct_groups", "ratio", 1, "Share of trained groups whose rewards are all 1 or more."),
+    column("all_wrong_groups", "ratio", 1, "Share of trained groups whose rewards are all 0 or less."),
+    histogram("response_length_tokens", "tokens", 1, "Sampled tokens of each trajectory in a trained batch.", LENGTH_EDGES),
+    histogram("group_pass_rate", "ratio", 1, "Share of a group's rewards that are 1 or more, of each group in a trained batch.", PASS_RATE_EDGES),
+    gauge("reward_part_mean", "reward", 1, "Mean of each named part of the reward in the last step.", Label(name="part", extent=Extent.REWARD_PARTS)),
+    counter(
+        "environment_failures", "groups", 1, "Dispatches that failed because the environment raised.", Label(name="environment", extent=Extent.ENVIRONMENTS)
+    ),
+)
+
+POLICY: tuple[Metric, ...] = (
+    column("advantage_std", "reward", 2, "Standard deviation of the advantages."),
+    column("policy_entropy", "nats", 2, "Mean entropy over the loss's tokens."),
+    column("approx_kl", "nats", 2, "Mean k3 of old against new log-probs."),
+    column("reference_kl", "nats", 2, "Mean KL estimate to version 0; 0 without a reference."),
+    column("clip_fraction_low", "ratio", 2, "Share of loss tokens clipped from below."),
+    column("clip_fraction_high", "ratio", 2, "Share of loss tokens clipped from above."),
+    gauge("reference_kl_nats", "nats", 2, "Mean KL estimate to version 0; only with a reference.", Label(name="estimator", values=("k1", "k3"))),
+)
+
+NUMERICAL: tuple[Metric, ...] = (
+    column("loss", "loss", 3, "Loss of the step: a sum with fixed denominators."),
+    column("grad_norm", "norm", 3, "Global gradient norm before the clip."),
+    column("learning_rate", "rate", 3, "Learning rate of the step."),
+    optional_column("max_attention_logit", "logit", 3, "Largest attention logit of all heads before the clip (trainer.optimizer.qk_clip); -1 where it is off."),
+    column("skipped_steps", "steps", 3, "Steps not applied since the run began (non-finite)."),
+    counter("steps", "steps", 3, "Optimizer steps; a skipped one had a non-finite loss or gradient.", Label(name="outcome", values=("applied", "skipped"))),
+)
+
+_BLOCK = Label(name="block", extent=Extent.BLOCKS)
+_HEAD = Label(name="head", extent=Extent.HEADS)
+
+BLOCKS: tuple[Metric, ...] = (
+    gauge("block_grad_norm", "norm", 3, "Norm of the block's gradient before any clip.", _BLOCK),
+    gauge("block_clip_scale", "ratio", 3, "Factor of the block's gradient by trainer.optimizer.clip, without the global clip.", _BLOCK),
+    gauge("block_clip_threshold", "norm", 3, "Norm at which the block is clipped; no row where it has no threshold of its own, or none yet.", _BLOCK),
+    gauge("block_update_ratio", "ratio", 3, "Norm of the step's change of the block's weights over their norm (trainer.probes.update_ratio).", _BLOCK),
+    gauge("block_activation_rms", "activation", 3, "Root mean square of what the block hands on (trainer.probes.activations).", _BLOCK),
+    gauge("block_activation_kurtosis", "ratio", 3, "Mean 4th power over squared mean square of the same; 3 for a normal distribution.", _BLOCK),
+    gauge("block_router_load_max", "ratio", 3, "Busiest expert's share of the block's tokens over the mean's (trainer.probes.router_load).", _BLOCK),
+    gauge("block_router_load_entropy", "nats", 3, "Entropy of the shares of the block's experts; log of their number where all are alike.", _BLOCK),
+    gauge("block_max_attention_logit", "logit", 3, "Largest attention logit of a head before the clip (trainer.optimizer.qk_clip).", _BLOCK, _HEAD),
+)
+"""Signals with a value for each block of the model, also in the block parts."""
