@@ -105,8 +105,8 @@ def main() -> None:
         import ray
 
         address = str(ray.get_runtime_context().gcs_address)
-        for name in names:
-            for seed in range(1 if name == "healthy" else chosen.seeds):
+        for seed in range(chosen.seeds):
+            for name in (each for each in names if seed == 0 or each != "healthy"):
                 runs = folder / f"{len(rows)}"
                 runs.mkdir()
                 made = document(CASES[name], seed, model_of(CASES[name], seed, folder / "models"), runs, chosen.engine)
