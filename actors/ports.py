@@ -30,6 +30,8 @@ class Started:
     canary_logprobs: NDArray[np.float32]
     tokenizer: TokenizerIdentity
     """Of the tokenizer whose ids it is sent; taken anew by every incarnation."""
+    metrics_address: str = ""
+    """host:port at which the engine serves metrics of its own; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

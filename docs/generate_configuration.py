@@ -1,4 +1,4 @@
-"""Writes what the documents take from the code: `configuration.md`, and the tables of metrics and events in `run_directory.md`.
+"""Writes what the documents take from the code: `configuration.md`, `metrics.md`, and the tables of metrics and events in `run_directory.md`.
 
 python docs/generate_configuration.py            write them
 python docs/generate_configuration.py --check    say which are not fresh; exit status 1 if any
@@ -19,7 +19,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
-from orchestrator.metrics import BLOCK_CATALOGUE, ROW_METRICS
+from orchestrator.metric_types import Label, Metric
+from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
 from rollout.dispatch import FailReason, RejectReason
 from rollout.store.journal import EventKind
 
@@ -35,6 +36,22 @@ name the nearest known key. `concord run CONFIG --dry-run` prints the resolved c
 
 Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative to the working directory.
 The models behind this page are `orchestrator/config.py`, `rollout/config.py`, `trainer/config.py` and `actors/config.py`.
+"""
+METRICS_INTRODUCTION = """\
+<!-- Written by docs/generate_configuration.py from the catalogue in orchestrator/metrics.py. Change that, then run it again. -->
+# Metrics
+
+What `concord run` serves to Prometheus while it runs: at the address that it prints, that `summary.json` has as `metrics_url`, and that
+`prometheus_targets.json` in the run directory names in the form of Prometheus' file-based service discovery. `[exporter]` in
+[configuration](configuration.md) chooses host and port. Values are read from the loop every two seconds and at the end of every step; a scrape gets the
+newest ones and never makes the loop wait.
+
+Gauges marked *column* are one number a step and stand in `metrics/part-N.parquet` too, under their name without `concord_`; where a row says -1 because
+nothing was measured, Prometheus gets no sample. Counters and histograms start at 0 with the process; totals of a run over its resumes are gauges. No label
+holds an id: every set of label values is fixed when a run starts. The layer of diagnosis says where to look first when a signal moves.
+vLLM's own metrics stay on its own endpoint, which the same file names.
+
+Alert rules on these names are in `deploy/prometheus`; [the runbook](runbook.md) says what to do about each.
 """
 
 
@@ -64,7 +81,7 @@ def fresh_documents(docs: Path) -> dict[Path, str]:
     tables = {"metrics": metrics_table(), "block_metrics": block_metrics_table(), "events": events_table(), "reasons": reasons_table()}
     for name, table in tables.items():
         text = replaced(text, name, table)
-    return {docs / "configuration.md": configuration_page(), run_directory: text}
+    return {docs / "configuration.md": configuration_page(), docs / "metrics.md": metrics_page(), run_directory: text}
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -184,6 +201,30 @@ def metrics_table() -> str:
     """One row a column of the metric parts."""
     rows = ["| column | unit | layer | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |" for m in ROW_METRICS])
+
+
+def metrics_page() -> str:
+    """The whole catalogue, a table a layer."""
+    blocks = [METRICS_INTRODUCTION]
+    for layer, name in LAYERS.items():
+        rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+        rows += [f"| `{m.name}` | {kind_of_metric(m)}, {m.unit} | {labels_of(m)} | {cell(m.help)} |" for m in CATALOGUE if m.diagnosis_layer == layer]
+        blocks.append(f"## Layer {layer}: {name}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(blocks)
+
+
+def kind_of_metric(metric: Metric) -> str:
+    """Prometheus type, and whether it is a column."""
+    return f"{metric.type}, *column*" if metric.in_rows else str(metric.type)
+
+
+def labels_of(metric: Metric) -> str:
+    """Each label with the set that its values come from."""
+
+    def told(label: Label) -> str:
+        return f"`{label.name}`: " + (str(label.extent) if label.extent else ", ".join(label.values))
+
+    return "; ".join(map(told, metric.labels))
 
 
 def block_metrics_table() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from orchestrator.distributions import Distributions
 from rollout.dispatch import Dispatch
 from rollout.trajectory import FinishReason, GroupHeader, TrajectoryHeader
 from trainer.types import StepReport, StepRequest
@@ -64,6 +65,8 @@ class StepFacts:
     reward_s: float
     num_sampled: int
     num_trajectories: int
+    tokens_by_age: tuple[tuple[int, int], ...] = ()
+    """(staleness, trained tokens)."""
 
 
 class Accounts:
@@ -84,11 +87,15 @@ class Accounts:
         self.trained_tokens = 0
         self.trained_samples = 0
         self.trainer_busy_s = 0.0
+        self.retried = 0
+        self.distributions = Distributions()
         self._order: dict[str, GroupHeader | None] = {}
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
         """Dispatches begin, in order."""
-        self._order.update((d.dispatch_id, None) for d in dispatches)
+        for dispatch in dispatches:
+            self.retried += dispatch.attempt > 1
+            self._order[dispatch.dispatch_id] = None
 
     def finish(self, header: GroupHeader) -> None:
         """A group came back."""
@@ -124,9 +131,18 @@ class Accounts:
         if self.reward_first is None:
             self.reward_first = facts.reward_mean
         self.reward_last = facts.reward_mean
+        self._distribute(batch, facts)
         self.trained_tokens += report.num_tokens
         self.trained_samples += len(report.trained_ids)
         return facts
+
+    def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
+        for header in batch:
+            passed = sum(t.reward >= 1.0 for t in header.trajectories)
+            self.distributions.observe("concord_group_pass_rate", passed / len(header.trajectories))
+            self.distributions.observe_all("concord_response_length_tokens", (t.num_sampled for t in header.trajectories))
+        for age, tokens in facts.tokens_by_age:
+            self.distributions.observe("concord_token_staleness_steps", age, times=tokens)
 
     @property
     def reward_moving_10(self) -> float:
@@ -165,4 +181,5 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
         reward_s=sum(header.reward_s for header in batch) / len(batch),
         num_sampled=tokens,
         num_trajectories=len(everyone),
+        tokens_by_age=tuple(sorted(tokens_by_age.items())),
     )

@@ -11,6 +11,7 @@ import psutil
 import typer
 
 from orchestrator.config import RunConfig
+from orchestrator.exporter import Exporter
 from orchestrator.launch import Inputs, check_inputs, execute
 from orchestrator.progress import Reporter, reporter_for_stdout
 from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
@@ -27,9 +28,10 @@ def run_new(config: RunConfig, default_name: str) -> None:
     refuse_taken_name(config)
     build_reward(config.reward)  # a function that cannot be imported is told before a model is built for it
     reporter = reporter_for_stdout()
-    reporter.say("preparing the model")
-    inputs = check_inputs(config, prepare_model(config.model))
-    _carry_out(config, create_run_dir(config, default_name), inputs, reporter)
+    with _exporter(config) as exporter:
+        reporter.say("preparing the model")
+        inputs = check_inputs(config, prepare_model(config.model))
+        _carry_out(config, create_run_dir(config, default_name), inputs, reporter, exporter)
 
 
 @interruptible()
@@ -38,16 +40,22 @@ def run_again(path: Path, overrides: list[str]) -> None:
     run, config = open_run_dir(path, overrides)
     if overrides:
         write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
-    inputs = check_inputs(config, prepare_model(config.model))
-    _carry_out(config, run, inputs, reporter_for_stdout())
+    with _exporter(config) as exporter:
+        inputs = check_inputs(config, prepare_model(config.model))
+        _carry_out(config, run, inputs, reporter_for_stdout(), exporter)
 
 
-def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) -> None:
+def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter | None]:
+    """Listens before anything else starts: a port that is taken is told at once."""
+    return Exporter(config.exporter.host, config.exporter.port) if config.exporter.enabled else contextlib.nullcontext()
+
+
+def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> None:
     """Execute the run, and say at the end what it came to and how to go on with it."""
     go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
         with contextlib.closing(reporter):
-            summary = execute(config, run, inputs, reporter)
+            summary = execute(config, run, inputs, reporter, exporter)
     except (ConcordError, KeyboardInterrupt):
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise

@@ -91,6 +91,17 @@ class DeadlinesConfig(Section):
     """For the running step and the last checkpoint, after Ctrl-C or SIGTERM."""
 
 
+class ExporterConfig(Section):
+    """Where Prometheus finds the signals of the run."""
+
+    enabled: bool = True
+    """Serve them over HTTP while the run lasts."""
+    host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` lets other machines look."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free one; the run prints it, and `summary.json` has it."""
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -109,6 +120,7 @@ class RunConfig(Section):
     consistency: ConsistencyConfig = ConsistencyConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    exporter: ExporterConfig = ExporterConfig()
     faults: FaultsConfig = FaultsConfig()
 
     @property

@@ -55,6 +55,8 @@ class ConsistencySums:
     verdicts: Counter[str] = field(default_factory=Counter[str])
     findings: Counter[str] = field(default_factory=Counter[str])
     """Findings by cause."""
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    """Audited groups by the codes of what failed in them."""
     scored_tokens: int = 0
     busy_s: float = 0.0
     held_versions: int = 0
@@ -121,6 +123,15 @@ class Consistency:
         """A gap over the replica's own when the run began."""
         baseline = self._baselines.get(gap.replica)
         return None if baseline is None else gap.mean_abs / max(baseline.mean_abs, NOISE_FLOOR_NATS)
+
+    def baseline_of(self, replica: int) -> GapBaseline | None:
+        """The replica's own gap when the run began; None before it was measured."""
+        return self._baselines.get(replica)
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for an audit."""
+        return len(self._waiting)
 
     def committed(self, policy: PolicyVersion) -> None:
         """The ledger has a new version: groups that waited for it can be audited."""
@@ -242,6 +253,7 @@ class Consistency:
         sums.scored_tokens += report.scored_tokens
         sums.busy_s += report.seconds
         sums.held_versions, sums.held_bytes = report.held_versions, report.held_bytes
+        sums.reasons.update(reason for group in report.groups for reason in group.reasons)
         sums.verdicts.update(str(verdict) for group in report.groups for verdict in group.verdicts)
         for gap in report.gaps:
             await self._take_gap(gap)
@@ -272,6 +284,7 @@ class Consistency:
     async def _take_gap(self, gap: ReplicaGap) -> None:
         await self._note_lost_routing(gap)
         self.sums.gaps[gap.replica] = gap
+        self._book.accounts.distributions.add("concord_audited_log_ratio_nats", gap.log_ratios, str(gap.replica))
         if self._baselines.get(gap.replica) is None and gap.num_tokens and math.isfinite(gap.k3):
             self._baselines.set(
                 GapBaseline(

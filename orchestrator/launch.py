@@ -11,8 +11,11 @@ from orchestrator.checkpoints import RunCheckpoints, export_model
 from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines
 from orchestrator.deadlines import Progress, within
+from orchestrator.exporter import Exporter
+from orchestrator.live_signals import LiveSignals
 from orchestrator.loop import Loop, Opening
 from orchestrator.memory import PeakMemory
+from orchestrator.observing import Observing
 from orchestrator.plan import resource_plan, totals
 from orchestrator.progress import Reporter
 from orchestrator.recorder import BlockRecorder, MetricsRecorder
@@ -21,6 +24,7 @@ from orchestrator.replicas import Replicas
 from orchestrator.run_dir import RunDir
 from orchestrator.signals import Signals, write_summary
 from orchestrator.stopping import Stopped, StopSignals, handlers_restored, ignore_signals
+from orchestrator.targets import Targets
 from orchestrator.training import StepDone
 from rollout.dispatch import LedgerEntry, RejectReason
 from rollout.environments.registry import build_source
@@ -65,8 +69,8 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)))
 
 
-def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) -> dict[str, object]:
-    """Run on Ray to the end and answer with the summary.
+def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> dict[str, object]:
+    """Run on Ray to the end and answer with the summary. Without an exporter nothing is served to Prometheus.
 
     Raises:
         ConcordError: what ended the run early.
@@ -104,7 +108,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter) 
             fleet = RayFleet(spec)
             try:
                 await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
-                return await drive(config, run, inputs, fleet, reporter, stop.attach)
+                return await drive(config, run, inputs, fleet, reporter, stop.attach, exporter)
             finally:
                 ignore_signals()
                 await fleet.close()
@@ -128,6 +132,7 @@ async def drive(
     fleet: Fleet,
     reporter: Reporter,
     on_loop: Callable[[Callable[[], None]], None] = lambda request_stop: None,
+    exporter: Exporter | None = None,
 ) -> dict[str, object]:
     """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary.
 
@@ -161,7 +166,7 @@ async def drive(
     await _end_unconfirmed(loop, recovery)
     checkpoints.in_use = loop.policies_in_use
     on_loop(loop.request_stop)
-    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals))
+    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), exporter)
 
 
 async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
@@ -172,28 +177,45 @@ async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
 
 
 async def _observe(
-    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals
+    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, exporter: Exporter | None
 ) -> dict[str, object]:
     recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
+    observing = None if exporter is None else _observing(run, loop, reporter, exporter, LiveSignals(config, loop, signals, memory))
 
     def on_step(done: StepDone) -> None:
         row = signals.row(done)
         recorder.add(row)
         blocks.add(done.report.policy.version, block_values(done.report))
         reporter.step(row, config.run.steps)
+        if observing is not None:
+            observing.step(done, row)
         checkpoints.prune(done.report.policy)
 
     loop.training.on_step = on_step
-    sampling = asyncio.create_task(memory.run(), name="memory")
+    beside = [asyncio.create_task(memory.run(), name="memory")]
+    if observing is not None:
+        beside.append(asyncio.create_task(observing.run(), name="observing"))
     try:
         await loop.run()
     finally:
-        sampling.cancel()
+        for task in beside:
+            task.cancel()
         recorder.flush()
         blocks.flush()
     loop.book.counts = await fleet.store.counts()
-    summary = signals.summary(memory)
+    if observing is not None:
+        await observing.show()
+    summary = signals.summary(memory, "" if exporter is None else exporter.url)
     write_summary(run, summary)
     if loop.training.policy.version >= config.run.steps:
         export_model(Path(loop.training.manifest.location), run.export)
     return summary
+
+
+def _observing(run: RunDir, loop: Loop, reporter: Reporter, exporter: Exporter, live: LiveSignals) -> Observing:
+    async def tell(trouble: str) -> None:
+        reporter.say(f"Prometheus gets nothing new from now on, the training goes on: {trouble}")
+        await loop.book.store.record_event("exporter_failed", {"reason": trouble})
+
+    reporter.say(f"metrics at {exporter.url}")
+    return Observing(exporter, live, Targets(run.prometheus_targets, run.path.name, exporter.target), tell)

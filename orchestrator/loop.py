@@ -28,6 +28,7 @@ from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines, Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import Progress, watch_for_stall
+from orchestrator.measured_store import MeasuredStore
 from orchestrator.publication import Publisher
 from orchestrator.replicas import Replicas
 from orchestrator.supervision import Supervision
@@ -67,10 +68,11 @@ class Loop:
         self._fleet = fleet
         self.replicas = replicas
         self.accounts = Accounts()
+        self._store = MeasuredStore(fleet.store, self._note_store_latency)
         self.progress = progress
         self.stop = asyncio.Event()
         self.book = Book(
-            store=fleet.store,
+            store=self._store,
             store_deadline_s=config.deadlines.store_s,
             replicas=replicas,
             recovery=opening.recovery,
@@ -107,7 +109,7 @@ class Loop:
     def _publisher(self, config: RunConfig, first: WeightManifest) -> Publisher:
         publisher = Publisher(
             replicas=self.replicas,
-            store=self._fleet.store,
+            store=self._store,
             first=first,
             mode=PauseMode.DRAIN if config.run.deterministic else PauseMode(config.engine.kv_across_versions),
             on_commit=self._committed,
@@ -186,9 +188,13 @@ class Loop:
     async def _committed(self, reports: list[ApplyReport]) -> None:
         self.accounts.weight_updates += 1
         self.accounts.pauses.extend(report.pause_s for report in reports)
+        self.accounts.distributions.observe_all("concord_weight_update_pause_seconds", (report.pause_s for report in reports))
         if self.consistency is not None:
             self.consistency.committed(self.publisher.committed.policy)
         self.book.ring()
+
+    def _note_store_latency(self, call: str, seconds: float) -> None:
+        self.accounts.distributions.observe("concord_store_latency_seconds", seconds, call)
 
     async def _until_idle(self) -> None:
         """Deterministic mode: a version is applied when nothing runs and nothing may start under the one before."""

@@ -13,11 +13,14 @@ class PeakMemory:
         self._processes = processes
         self._interval_s = interval_s
         self._peak: dict[str, int] = {}
+        self.now: Mapping[str, int] = {}
+        """Bytes by actor name, of the newest sample."""
 
     async def run(self) -> None:
         """Sample for ever; ends by cancellation."""
         while True:
-            for name, size in tree_rss_bytes(await self._processes()).items():
+            self.now = tree_rss_bytes(await self._processes())
+            for name, size in self.now.items():
                 self._peak[name] = max(self._peak.get(name, 0), size)
             await asyncio.sleep(self._interval_s)
 

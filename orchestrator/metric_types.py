@@ -87,11 +87,13 @@ class Metric:
         return tuple(label.name for label in self.labels)
 
     def max_series(self, sizes: Mapping[Extent, int]) -> int:
-        """Most series in a run of these sizes. A histogram has one a bucket, one above all, a sum and a count."""
+        """Most series in a run of these sizes. A histogram has one a bucket and one above all; a sum and a count only where no value can be negative."""
         combinations = 1
         for label in self.labels:
             combinations *= label.size(sizes)
-        return combinations * (len(self.buckets) + 3 if self.buckets else 1)
+        if self.buckets:
+            combinations *= len(self.buckets) + (1 if self.buckets[0] < 0 else 3)
+        return combinations
 
 
 def column(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:

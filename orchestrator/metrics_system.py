@@ -1,14 +1,14 @@
 """Signals of layer 4 about the loop itself: work, queues, time, processes. A part of the catalogue in `orchestrator.metrics`."""
 
-from orchestrator.metric_types import Extent, Label, Metric, column, counter, gauge, histogram
+from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram
 from orchestrator.metrics_consistency import REPLICA
 from rollout.dispatch import FailReason, RejectReason
 
 QUEUES = ("running", "ready", "again", "audit", "publication")
 PHASES = ("wait", "train", "publish", "checkpoint")
-TRAINER_PHASES = ("decode", "pack", "forward_backward", "optimizer")
-STORE_CALLS = ("dispatch", "put", "annotate", "fetch", "lease", "acknowledge", "settle", "reject", "commit_version", "record_event", "counts")
-"""Calls of `rollout.protocols.Store` that the driver makes while the loop runs."""
+TRAINER_PHASES = ("decode", "pack", "forward_backward", "optimizer", OTHER)
+STORE_CALLS = ("dispatch", "acknowledge", "reject", "commit_version", "record_event")
+"""Calls of `rollout.protocols.Store` that the loop itself makes."""
 SHORT_EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STEP_EDGES_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 

@@ -155,6 +155,11 @@ class Publisher:
         finally:
             self._held -= Counter((policy,))
 
+    @property
+    def num_waiting(self) -> int:
+        """Versions that no engine has been asked to take yet."""
+        return len(self._waiting)
+
     def held(self) -> set[PolicyVersion]:
         """Policies whose published weights a replica may still ask for."""
         return {self.committed.policy, *(m.policy for m in self._waiting), *self._held}

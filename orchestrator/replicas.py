@@ -37,6 +37,12 @@ class Replica:
     """Groups handed out to it and not yet back."""
     busy_s: float = 0.0
     """Busy seconds of earlier incarnations."""
+    generated_tokens: int = 0
+    """Sampled tokens of earlier incarnations."""
+    metrics_address: str = ""
+    """host:port of the engine's own metrics; empty where it has none, and while it is dead."""
+    digest_mismatches: int = 0
+    """Updates of which it received other bytes than were published, over all incarnations."""
     load: EngineLoad = field(default_factory=lambda: EngineLoad(running=0, busy_s=0.0, generated_tokens=0))
 
 
@@ -84,7 +90,7 @@ class Replicas:
         replica.canary_gap_nats = gap
         if replica.tolerance_nats == 0.0:
             replica.tolerance_nats = 3.0 * max(gap, self._expected.weights.canary_floor_nats)
-        replica.tag = started.tag
+        replica.tag, replica.metrics_address = started.tag, started.metrics_address
         replica.applied = manifest.policy
         for worker in self._workers:
             await worker.connect(replica.slot, replica.port, started.tag)
@@ -112,6 +118,7 @@ class Replicas:
         answer = await within(replica.port.update(manifest, mode), self._deadlines.update_s, f"engine replica {replica.slot} to apply {manifest.policy.key}")
         if answer.report.digest != manifest.digest:
             replica.canary_gap_nats = math.inf
+            replica.digest_mismatches += 1
             raise WeightSyncError(
                 f"engine replica {replica.slot} received bytes with digest {answer.report.digest[:12]}, the trainer published "
                 f"{manifest.digest[:12]} as {manifest.policy.key}"
@@ -128,8 +135,9 @@ class Replicas:
     async def retire(self, replica: Replica, suspects: Sequence[PolicyVersion] = ()) -> None:
         """Kill the present incarnation; tokens that it sampled under `suspects` are tainted."""
         self.tainted.update((replica.slot, replica.incarnation, policy) for policy in suspects)
-        port, replica.port, replica.applied, replica.assigned = replica.port, None, None, 0
+        port, replica.port, replica.applied, replica.assigned, replica.metrics_address = replica.port, None, None, 0, ""
         replica.busy_s += replica.load.busy_s
+        replica.generated_tokens += replica.load.generated_tokens
         replica.load = EngineLoad(running=0, busy_s=0.0, generated_tokens=0)
         if port is not None:
             await port.kill()

@@ -50,6 +50,11 @@ class RunDir:
         return self.path / "block_metrics"
 
     @property
+    def prometheus_targets(self) -> Path:
+        """Where Prometheus finds this run, in the form of its file-based service discovery."""
+        return self.path / "prometheus_targets.json"
+
+    @property
     def stacks(self) -> Path:
         """Stack dumps of actors."""
         return self.path / "stacks"

@@ -22,6 +22,7 @@ class Signals:
         self._loop = loop
         self._before = before
         self._totals = before
+        self._row: dict[str, float] = {}
         self._begun = time.monotonic()
         self._last = self._begun
 
@@ -36,7 +37,7 @@ class Signals:
             trajectories_masked=self._totals.trajectories_masked + len(report.masked_ids),
             trajectories_dropped=self._totals.trajectories_dropped + done.facts.num_trajectories - len(report.trained_ids),
         )
-        return {
+        self._row = {
             **self._of_step(done),
             **self._of_loop(),
             **consistency_row(self._loop.consistency, now - self._begun),
@@ -48,6 +49,12 @@ class Signals:
             "step_publish_seconds": done.phases.publish_s,
             "step_checkpoint_seconds": done.phases.checkpoint_s,
         }
+        return self._row
+
+    def live_row(self) -> dict[str, float]:
+        """The newest row with what has changed since; before the first step, only what does not need one."""
+        wall_s = time.monotonic() - self._begun
+        return {**self._row, **self._of_loop(), **consistency_row(self._loop.consistency, wall_s), "wall_seconds": wall_s}
 
     def _of_step(self, done: StepDone) -> dict[str, float]:
         report, facts, accounts = done.report, done.facts, self._loop.accounts
@@ -119,7 +126,7 @@ class Signals:
         busy = self._loop.replicas.busy_s()
         return min(1.0, sum(busy.values()) / len(busy) / max(1e-9, time.monotonic() - self._begun))
 
-    def summary(self, memory: PeakMemory) -> dict[str, object]:
+    def summary(self, memory: PeakMemory, metrics_url: str) -> dict[str, object]:
         """The machine-readable result. Counts come from the store; means and rates from this driver's life."""
         loop, counts, accounts = self._loop, self._loop.book.counts, self._loop.accounts
         wall = time.monotonic() - self._begun
@@ -158,6 +165,7 @@ class Signals:
             "replica_restarts": loop.supervision.restarts,
             "worker_restarts": loop.collection.restarts,
             "skipped_steps": loop.training.skipped,
+            "metrics_url": metrics_url,
         }
 
     def _stages(self) -> dict[str, Stage]:

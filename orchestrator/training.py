@@ -82,14 +82,21 @@ class Training:
         self.skipped = 0
         self.on_step: Callable[[StepDone], None] = lambda done: None
         self._saved = start.policy
+        self._waits_since: float | None = None
+
+    @property
+    def batch_wait_s(self) -> float:
+        """For how long it has been waiting for a batch now; 0 while it works."""
+        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
     async def run(self, steps: int, checkpoint_every: int, stop: asyncio.Event) -> None:
         """Train up to version `steps`, or until `stop`; the last version is always checkpointed."""
         skipped_in_a_row = 0
         while self.policy.version < steps and not stop.is_set():
             phases, begun = StepPhases(), time.monotonic()
+            self._waits_since = begun
             batch = await self._batch(stop)
-            phases.wait_s = time.monotonic() - begun
+            self._waits_since, phases.wait_s = None, time.monotonic() - begun
             if not batch:
                 break
             done = await self._step(batch, phases)

@@ -31,6 +31,9 @@ class BucketCounts:
         return sum(self.counts)
 
 
+NO_LOG_RATIOS = BucketCounts((0,) * (len(LOG_RATIO_EDGES) + 1), 0.0)
+
+
 def bucket_counts(values: NDArray[np.floating] | NDArray[np.integer], edges: Sequence[float]) -> BucketCounts:
     """Count finite values by bucket. What is not finite has no sum and is for a count of its own: it is left out."""
     finite = values[np.isfinite(values)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rollout.weights import PolicyVersion
 from trainer.consistency.evidence import Attribution, Finding
 from trainer.consistency.precision import GapBaseline
+from trainer.histograms import NO_LOG_RATIOS, BucketCounts
 from trainer.types import Verdict
 
 
@@ -92,6 +93,10 @@ class ReplicaGap:
     """None while the gap is within limits."""
     trainer_rounding: float | None = None
     """Mean |difference| of the trainer's log-probs from its own in float32, nats; measured with the replica's baseline only."""
+    abs_quantiles: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """50 %, 90 % and 99 % quantile of |d_engine|, nats; 0 without a scored token."""
+    log_ratios: BucketCounts = NO_LOG_RATIOS
+    """d_engine of the scored tokens, by the buckets of `trainer.histograms.LOG_RATIO_EDGES`."""
     routing: RoutingFacts | None = None
     """None for a dense model, and where no routing came and none was expected."""
 

@@ -33,6 +33,7 @@ from trainer.consistency.routing_evidence import check_routing, routing_facts
 from trainer.consistency.structure import check_same_ids, check_trajectory
 from trainer.consistency.verdicts import Decision, decide
 from trainer.consistency.versions_agreement import check_versions
+from trainer.histograms import LOG_RATIO_EDGES, bucket_counts
 from trainer.model_dir import ModelFacts, check_model_dir
 
 Scores = list[NDArray[np.float32]]
@@ -202,6 +203,8 @@ class Auditor:
             outside_factor_two=summary.f2,
             findings=tuple({finding.code: finding for finding in reversed(findings)}.values()),
             attribution=attribution,
+            abs_quantiles=_quantiles(np.abs(d)),
+            log_ratios=bucket_counts(d, LOG_RATIO_EDGES),
             trainer_rounding=self._rounding(scored, scorer) if facts.baseline is None else None,
             routing=routing_facts([each.routing for each in scored], self._tokens_without_trace(scored)),
         )
@@ -329,6 +332,11 @@ def _summary(scored: Sequence[_Scored]) -> GapSummary:
     """Over sampled tokens that were scored; one that the recomputed distribution excludes (-inf) counts."""
     masks = [each.trajectory.sampled & ~np.isnan(each.scores) for each in scored]
     return gap_summary([each.scores for each in scored], [each.trajectory.rollout_logprobs for each in scored], masks)
+
+
+def _quantiles(gaps: NDArray[np.float32]) -> tuple[float, float, float]:
+    p50, p90, p99 = np.quantile(gaps, (0.5, 0.9, 0.99)).tolist() if gaps.size else (0.0, 0.0, 0.0)
+    return p50, p90, p99
 
 
 def _token_gaps(scored: _Scored) -> NDArray[np.float32]:

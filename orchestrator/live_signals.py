@@ -1,0 +1,144 @@
+"""Everything that Prometheus is told, read from the loop as it stands and from the newest step. It serves nothing and blocks nothing.
+
+Counters begin at 0 with this process; numbers "since the run began" are gauges, and columns of the rows.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from orchestrator.block_signals import block_values
+from orchestrator.config import RunConfig
+from orchestrator.distributions import LabelValues, combinations
+from orchestrator.loop import Loop
+from orchestrator.memory import PeakMemory
+from orchestrator.metric_types import OTHER, Extent
+from orchestrator.metrics import CATALOGUE, ROW_METRICS
+from orchestrator.metrics_consistency import DRIFTS, REASONS
+from orchestrator.metrics_system import PHASES, TRAINER_PHASES
+from orchestrator.replica_signals import replica_numbers
+from orchestrator.signals import Signals
+from orchestrator.snapshot import Snapshot
+from orchestrator.training import StepDone
+from rollout.dispatch import Counts, FailReason, RejectReason
+from trainer.consistency.evidence import Cause
+from trainer.types import Verdict
+
+Numbers = dict[str, dict[LabelValues, float]]
+
+
+class LiveSignals:
+    """Of one loop, from its beginning to its end."""
+
+    def __init__(self, config: RunConfig, loop: Loop, signals: Signals, memory: PeakMemory) -> None:
+        self._loop, self._signals, self._memory = loop, signals, memory
+        self._environment, self._max_staleness = config.environment.type, config.staleness.max_staleness
+        self._opening: Counts = loop.book.counts
+        self._last_step_s = time.time()
+        self._steps = 0
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._trainer_phases = dict.fromkeys(TRAINER_PHASES, 0.0)
+        self._of_report: Numbers = {}
+        slots = {"replica": [str(slot) for slot in range(config.engine.replicas)]}
+        for metric in CATALOGUE:
+            if metric.buckets and any(label.extent is Extent.REPLICAS for label in metric.labels):
+                loop.accounts.distributions.begin(metric.name, combinations(metric, slots))
+
+    def step(self, done: StepDone, row: Mapping[str, float]) -> None:
+        """An applied step, with its metric row."""
+        distributions, phases = self._loop.accounts.distributions, done.phases
+        self._last_step_s = time.time()
+        self._steps += 1
+        distributions.observe("concord_step_duration_seconds", row["step_seconds"])
+        for phase, seconds in zip(PHASES, (phases.wait_s, phases.train_s, phases.publish_s, phases.checkpoint_s), strict=True):
+            self._phases[phase] += seconds
+        for phase, seconds in done.report.phases_s:
+            self._trainer_phases[phase if phase in TRAINER_PHASES else OTHER] += seconds
+        self._of_report = {}
+        for one in block_values(done.report):
+            labels = (one.block,) if one.head is None else (one.block, str(one.head))
+            self._of_report.setdefault(f"concord_{one.signal}", {})[labels] = one.value
+
+    def snapshot(self) -> Snapshot:
+        """All values now."""
+        row, memory = self._signals.live_row(), self._memory.now
+        columns = {m.name: {(): float(row[m.column])} for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)}
+        numbers: Numbers = {
+            **columns,
+            **self._of_report,
+            **self._work(),
+            **self._time_and_queues(),
+            **self._verdicts(),
+            **replica_numbers(self._loop.replicas, self._loop.consistency),
+            "concord_actor_memory_bytes": {(name,): float(size) for name, size in memory.items()},
+        }
+        return Snapshot(numbers={name: series for name, series in numbers.items() if series}, distributions=self._loop.accounts.distributions.copy())
+
+    def engine_addresses(self) -> dict[int, str]:
+        """host:port by slot of engines that serve metrics of their own."""
+        return {replica.slot: replica.metrics_address for replica in self._loop.replicas if replica.metrics_address}
+
+    def _work(self) -> Numbers:
+        loop, counts, opening = self._loop, self._loop.book.counts, self._opening
+        failed = _since(counts.failed, opening.failed)
+        return {
+            "concord_dispatched_groups_total": {(): float(counts.total - opening.total)},
+            "concord_trained_groups_total": {(): float(_trained(counts) - _trained(opening))},
+            "concord_rejected_groups_total": _by(RejectReason, _since(counts.rejected, opening.rejected)),
+            "concord_failed_groups_total": _by(FailReason, failed),
+            "concord_environment_failures_total": {(self._environment,): float(failed[FailReason.ENVIRONMENT])},
+            "concord_retried_groups_total": {(): float(loop.accounts.retried)},
+            "concord_trained_tokens_total": {(): float(loop.accounts.trained_tokens)},
+            "concord_steps_total": {("applied",): float(self._steps), ("skipped",): float(loop.training.skipped)},
+            "concord_restarts_total": {
+                ("replica",): float(loop.supervision.restarts),
+                ("worker",): float(loop.collection.restarts),
+                ("auditor",): 0.0 if loop.consistency is None else float(loop.consistency.sums.restarts),
+            },
+        }
+
+    def _time_and_queues(self) -> Numbers:
+        loop = self._loop
+        queues = {
+            "running": len(loop.book.pool.running),
+            "ready": len(loop.book.pool.ready),
+            "again": len(loop.book.readmissions),
+            "audit": 0 if loop.consistency is None else loop.consistency.num_waiting,
+            "publication": loop.publisher.num_waiting,
+        }
+        return {
+            "concord_queue_depth": {(queue,): float(depth) for queue, depth in queues.items()},
+            "concord_batch_wait_seconds": {(): loop.training.batch_wait_s},
+            "concord_last_step_timestamp_seconds": {(): self._last_step_s},
+            "concord_max_staleness": {(): float(self._max_staleness)},
+            "concord_step_phase_seconds_total": {(phase,): seconds for phase, seconds in self._phases.items()},
+            "concord_trainer_phase_seconds_total": {(phase,): seconds for phase, seconds in self._trainer_phases.items()},
+        }
+
+    def _verdicts(self) -> Numbers:
+        if self._loop.consistency is None:
+            return {}
+        sums = self._loop.consistency.sums
+        reasons = Counter(dict.fromkeys(REASONS, 0))
+        for reason, groups in sums.reasons.items():
+            reasons[reason if reason in REASONS else OTHER] += groups
+        return {
+            "concord_verdicts_total": _by(Verdict, sums.verdicts),
+            "concord_verdict_reasons_total": _by(REASONS, reasons),
+            "concord_consistency_findings_total": _by(Cause, sums.findings),
+            "concord_tokenizer_drift_total": _by(DRIFTS, {kind: sums.reasons[f"drift_{kind}"] for kind in DRIFTS}),
+            "concord_audited_tokens_total": {(): float(sums.scored_tokens)},
+        }
+
+
+def _trained(counts: Counts) -> int:
+    return counts.trained + sum(groups for _, groups in counts.trained_held)
+
+
+def _since(now: Iterable[tuple[str, int]], before: Iterable[tuple[str, int]]) -> Counter[str]:
+    return Counter(dict(now)) - Counter(dict(before))
+
+
+def _by(values: Iterable[str], counts: Mapping[str, int]) -> dict[LabelValues, float]:
+    """A series for each of `values`, 0 where nothing was counted."""
+    return {(str(value),): float(counts.get(value, 0)) for value in values}

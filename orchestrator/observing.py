@@ -1,0 +1,58 @@
+"""Keeps what Prometheus is told current while a loop runs. Whatever goes wrong here is told once, and never ends the training."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from orchestrator.exporter import Exporter
+from orchestrator.live_signals import LiveSignals
+from orchestrator.targets import Targets
+from orchestrator.training import StepDone
+from rollout.errors import ConcordError, boundary
+
+INTERVAL_S = 2.0
+"""Between two looks at the loop, unless a step ends sooner."""
+
+
+class Observing:
+    """From finished steps and the loop as it stands to the exporter's newest snapshot."""
+
+    def __init__(
+        self, exporter: Exporter, live: LiveSignals, targets: Targets, on_trouble: Callable[[str], Awaitable[None]], interval_s: float = INTERVAL_S
+    ) -> None:
+        self._exporter, self._live, self._targets, self._on_trouble, self._interval_s = exporter, live, targets, on_trouble, interval_s
+        self._finished: deque[tuple[StepDone, dict[str, float]]] = deque()
+        self._bell = asyncio.Event()
+        self._broken = False
+
+    def step(self, done: StepDone, row: dict[str, float]) -> None:
+        """A step ended; it is looked at when the loop has time."""
+        if not self._broken:
+            self._finished.append((done, row))
+            self._bell.set()
+
+    async def run(self) -> None:
+        """Look for ever; ends by cancellation."""
+        while True:
+            await self.show()
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._bell.wait()
+            except TimeoutError:
+                continue
+
+    async def show(self) -> None:
+        """Reduce what has finished, and show all values as they are now; nothing once something went wrong."""
+        self._bell.clear()
+        if self._broken:
+            return
+        try:
+            with boundary(ConcordError, "reducing signals"):
+                while self._finished:
+                    self._live.step(*self._finished.popleft())
+                self._exporter.show(self._live.snapshot())
+                self._targets.show(self._live.engine_addresses())
+        except ConcordError as error:
+            self._broken = True
+            self._finished.clear()
+            await self._on_trouble(str(error))

@@ -1,0 +1,204 @@
+"""What Prometheus gets while a loop runs: declared series only, counters from 0, and nothing that could stop the training."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from audit_fakes import ScriptedScorer, scripted_auditor
+from local_fleet import LocalFleet, QuietReporter, inputs_of
+from scrapes import declared_name, scrape, value_of
+
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.distributions import Distributions
+from orchestrator.exporter import Exporter
+from orchestrator.launch import drive
+from orchestrator.metric_types import MetricType
+from orchestrator.metrics import DECLARED, sizes_of
+from orchestrator.replica_signals import attributed
+from orchestrator.run_dir import RunDir, create_run_dir
+from orchestrator.snapshot import Snapshot
+from orchestrator.targets import Targets
+from rollout.errors import ConcordError, UserError
+from rollout.weights import PolicyVersion
+from trainer.consistency.config import ConsistencyConfig
+from trainer.consistency.evidence import Attribution, Cause
+from trainer.consistency.report import ReplicaGap
+from trainer.histograms import LOG_RATIO_EDGES, BucketCounts, bucket_counts
+from trainer.scripted import ScriptedTrainer
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
+STEPS, BATCH, GROUP = 5, 3, 2
+
+
+def config_of(tmp_path: Path, consistency: dict[str, Any]) -> RunConfig:
+    document: dict[str, object] = {
+        "run": {"dir": str(tmp_path), "name": "run", "steps": STEPS, "batch_groups": BATCH, "group_size": GROUP},
+        "engine": {"type": "scripted", "replicas": 2},
+        "trainer": {"type": "scripted"},
+        "consistency": {"mode": "off"},
+        "deadlines": {"health_interval_s": 0.02},
+    }
+    return parse_config(document, "test").model_copy(update={"consistency": ConsistencyConfig.model_validate(consistency)})
+
+
+def drive_served(tmp_path: Path, exporter: Exporter, shift_nats: float = 0.0, reporter: QuietReporter | None = None) -> tuple[RunDir, dict[str, Any]]:
+    """A run of scripted engines in mode gate, whose service finds every token `shift_nats` away."""
+    config = config_of(tmp_path, {"mode": "gate", "limits": {"mean_abs_warn": 1.0, "mean_abs_fail": 2.0, "k3_warn": 1.0, "k3_fail": 2.0}})
+    run = create_run_dir(config, "run")
+
+    async def main() -> dict[str, Any]:
+        fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer))
+        fleet.make_auditor = lambda: scripted_auditor(config.consistency, ScriptedScorer(lambda t, options: shift_nats))
+        try:
+            async with asyncio.timeout(30.0):
+                return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), exporter=exporter)
+        finally:
+            await fleet.close()
+
+    return run, asyncio.run(main())
+
+
+def test_a_run_serves_declared_series_and_no_more_than_its_sizes_allow(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        _, summary = drive_served(tmp_path, exporter)
+        samples = scrape(exporter.url)
+    assert summary["metrics_url"] == exporter.url
+    sizes = sizes_of(config_of(tmp_path, {"mode": "gate"}), blocks=0, heads=0)
+    counts = Counter(declared_name(name, DECLARED) for name, _ in samples)
+    assert not {name: count for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
+    fixed = [m for m in DECLARED.values() if m.type is not MetricType.GAUGE and all(label.values or label.name == "replica" for label in m.labels)]
+    assert {m.name: counts[m.name] for m in fixed} == {m.name: m.max_series(sizes) for m in fixed}, "counters and histograms are there from 0"
+
+
+def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        _, summary = drive_served(tmp_path, exporter)
+        samples = scrape(exporter.url)
+    assert value_of(samples, "concord_steps_total", outcome="applied") == STEPS
+    assert value_of(samples, "concord_trained_groups_total") == value_of(samples, "concord_trained") == summary["trained"] == STEPS * BATCH
+    assert value_of(samples, "concord_dispatched_groups_total") == summary["dispatched"]
+    assert value_of(samples, "concord_group_pass_rate_count") == STEPS * BATCH
+    assert value_of(samples, "concord_response_length_tokens_count") == STEPS * BATCH * GROUP
+    assert value_of(samples, "concord_token_staleness_steps_count") == value_of(samples, "concord_trained_tokens_total")
+    assert value_of(samples, "concord_step_duration_seconds_count") == STEPS
+    assert value_of(samples, "concord_verdicts_total", verdict="accept") >= STEPS * BATCH * GROUP
+    assert value_of(samples, "concord_store_latency_seconds_count", call="acknowledge") == STEPS
+    audited = sum(value_of(samples, "concord_audited_log_ratio_nats_bucket", replica=slot, le="+Inf") for slot in "01")
+    assert audited >= value_of(samples, "concord_trained_tokens_total")
+    assert value_of(samples, "concord_batch_wait_seconds") == 0.0
+
+
+def test_what_was_never_measured_has_no_sample(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        drive_served(tmp_path, exporter)
+        names = {name for name, _ in scrape(exporter.url)}
+    assert "concord_consistency_gap_ess" in names
+    assert "concord_consistency_routing_coverage" not in names, "its column says -1"
+
+
+def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        drive_served(tmp_path, exporter, shift_nats=0.005)
+        samples = scrape(exporter.url)
+    assert value_of(samples, "concord_replica_gap_nats", replica="0", statistic="p50") == pytest.approx(0.005, rel=1e-3)
+    assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
+    assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.001") == 0.0
+    assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
+
+
+def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
+    gap = ReplicaGap(
+        replica=0, newest=PolicyVersion(1, 1), engine="torch", num_tokens=9, mean_abs=0.9, max_abs=2.0, k3=0.1, ess=0.9, outside_factor_two=0.1, findings=(),
+        attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
+    )  # fmt: skip
+    assert {cause: nats for cause, nats in attributed(gap).items() if nats} == {"weight_sync": 0.7, "unknown": 0.2}
+    assert set(attributed(gap)) == set(Cause)
+
+
+def test_a_taken_port_is_told_with_the_cure():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"Address already in use; set exporter\.port to a free port, or to 0"):
+            Exporter("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_closed_exporter_leaves_no_thread_and_no_port():
+    before = set(threading.enumerate())
+    exporter = Exporter("127.0.0.1", 0)
+    port = int(exporter.target.rsplit(":", 1)[1])
+    exporter.close()
+    assert set(threading.enumerate()) <= before
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+
+
+def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Path):
+    class Failing(Exporter):
+        def show(self, snapshot: Snapshot) -> None:
+            raise OSError("no room")
+
+    said: list[str] = []
+
+    class Listening(QuietReporter):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with Failing("127.0.0.1", 0) as exporter:
+        run, summary = drive_served(tmp_path, exporter, reporter=Listening())
+    assert summary["steps"] == STEPS
+    assert len([text for text in said if "the training goes on: reducing signals: OSError: no room" in text]) == 1
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert len([event for event in events if event["kind"] == "exporter_failed"]) == 1
+
+
+def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        run, _ = drive_served(tmp_path, exporter)
+    assert json.loads(run.prometheus_targets.read_text()) == [{"targets": [exporter.target], "labels": {"job": "concord", "run": "run"}}]
+
+
+def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):
+    targets = Targets(tmp_path / "targets.json", "name", "127.0.0.1:1")
+    targets.show({1: "127.0.0.1:3", 0: "127.0.0.1:2"})
+    engines = json.loads((tmp_path / "targets.json").read_text())[1:]
+    assert [(entry["targets"], entry["labels"]["job"], entry["labels"]["replica"]) for entry in engines] == [
+        (["127.0.0.1:2"], "concord-engine", "0"),
+        (["127.0.0.1:3"], "concord-engine", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"concord_unheard_of": {(): 1.0}}, "concord_unheard_of, which is not declared"),
+        ({"concord_log_ratio_nats": {("total",): 1.0}}, "which is not declared as such"),
+        ({"concord_steps_total": {("lost",): 1.0}}, "label values ('lost',)"),
+        ({"concord_loss": {("d00000001",): 1.0}}, "label values ('d00000001',)"),
+    ],
+)
+def test_a_value_that_is_not_declared_is_refused(numbers: dict[str, dict[tuple[str, ...], float]], told: str):
+    with pytest.raises(ConcordError) as refused:
+        Snapshot(numbers=numbers, distributions={})
+    assert told in str(refused.value)
+
+
+def test_bucket_counts_are_those_of_single_observations():
+    values = np.concatenate([np.random.default_rng(0).normal(0, 0.5, 1000), LOG_RATIO_EDGES])
+    one_by_one, reduced = Distributions(), Distributions()
+    one_by_one.observe_all("concord_log_ratio_nats", values.tolist(), "total")
+    reduced.add("concord_log_ratio_nats", bucket_counts(values, LOG_RATIO_EDGES), "total")
+    expected, got = (each.copy()["concord_log_ratio_nats"][("total",)] for each in (one_by_one, reduced))
+    assert got.counts == expected.counts
+    assert got.total == pytest.approx(expected.total, rel=1e-12)
+
+
+def test_what_is_not_finite_is_in_no_bucket():
+    assert bucket_counts(np.array([np.nan, np.inf, -np.inf, 0.5]), (0.0, 1.0)) == BucketCounts((0, 1, 0), 0.5)
