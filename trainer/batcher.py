@@ -1,5 +1,6 @@
 """Audited groups become training samples: which tokens are in the loss, with which advantage and weight. Numpy only: it knows no model."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,11 @@ class TrainingBatch:
     zero_variance_groups: int
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
     old_logprob_source: OldLogprobSource
+
+    @property
+    def weight_square(self) -> float:
+        """Sum of the squared weights of all terms."""
+        return math.fsum(int(np.count_nonzero(sample.loss_mask)) * sample.token_weight**2 for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

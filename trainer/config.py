@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rollout.config import Section
+from trainer.stability.config import GradLocConfig
 
 
 class TinyModelConfig(Section):
@@ -235,6 +236,7 @@ class TrainerConfig(Section):
     router logits, and load-balance statistics stay on its own choice."""
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    gradloc: GradLocConfig = GradLocConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scripted_step_s: NonNegativeFloat = 0.0
     """Seconds of one step of the scripted trainer."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import UserError
-from trainer.config import OptimizerConfig
+from trainer.config import AdaGCConfig, LayerClipConfig, OptimizerConfig
 from trainer.ranks import Ranks, local_tensors
 from trainer.stability.blocks import EMBEDDINGS, HEAD, TIED, Block, block_norms, gradients_of
-from trainer.stability.clipping import ClipDecision, global_norm
+from trainer.stability.clipping import ClipDecision, foresee, global_norm
 from trainer.stability.muon import Muon
 from trainer.stability.registry import build_clip
 
@@ -101,6 +101,12 @@ class PolicyOptimizer:
         """Norms of the gradients before any clip; they stay as they are. Collective: one small reduction."""
         norms = block_norms(gradients_of(self._blocks), self._ranks.device)
         return GradientNorms(blocks=norms, total=global_norm(norms))
+
+    def smallest_scale(self, norms: GradientNorms) -> float:
+        """By which the clip would scale a block down, the smallest of all; 1 with a clip that knows no blocks. The clip learns nothing from being asked."""
+        if not (isinstance(self._config.clip, LayerClipConfig | AdaGCConfig) and math.isfinite(norms.total)):
+            return 1.0
+        return min(foresee(self.clip, norms.blocks).scales)
 
     def apply(self, step: int, norms: GradientNorms) -> OptimizerReport:
         """Clip the gradients, apply them unless they are not finite, and drop them.

@@ -23,7 +23,7 @@ def pack(samples: Sequence[TrainingSample], ranks: int, micro_batch_tokens: int)
         shares[seat if turn % 2 == 0 else ranks - 1 - seat].append(samples[index])
     rows = [_greedy(share, micro_batch_tokens) for share in shares]
     number = max(1, *(len(batches) for batches in rows))
-    return tuple(tuple(_micro_batch(batch) for batch in _split_to(batches, number)) for batches in rows)
+    return tuple(tuple(micro_batch_of(batch) for batch in _split_to(batches, number)) for batches in rows)
 
 
 def _greedy(share: Sequence[TrainingSample], budget: int) -> list[list[TrainingSample]]:
@@ -51,7 +51,8 @@ def _split_to(batches: list[list[TrainingSample]], number: int) -> list[list[Tra
     return result
 
 
-def _micro_batch(rows: Sequence[TrainingSample]) -> MicroBatch:
+def micro_batch_of(rows: Sequence[TrainingSample]) -> MicroBatch:
+    """One micro-batch of these rows; of none, a filler row without a loss token."""
     shape = (max(1, len(rows)), max((row.token_ids.size for row in rows), default=_FILLER_TOKENS))
     token_ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     old, rollout = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)

@@ -35,6 +35,8 @@ from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
+from trainer.stability.evidence import Quarantined
+from trainer.stability.quarantine import quarantined
 from trainer.types import MicroBatch, StepReport, StepRequest
 
 if TYPE_CHECKING:
@@ -78,7 +80,9 @@ class PolicyTrainer:
             self._algorithm = build_algorithm(config.algorithm)
             loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
             self._optimizer = PolicyOptimizer(named_blocks(self._model), config.optimizer, self._ranks, total_steps)
-            self._gradient = GradientStep(self._model, loss, self._optimizer, self._ranks, replay)
+            self._gradient = GradientStep(
+                self._model, loss, self._optimizer, self._ranks, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]
+            )
             self._publisher = Publisher(
                 self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
             )
@@ -100,8 +104,8 @@ class PolicyTrainer:
         batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
         micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
-        done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, clock)
-        return _report(request, batch, micro_batches, done, clock)
+        done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
+        return _report(request, batch, micro_batches, done, clock, quarantined(audited, done.evidence))
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
@@ -148,7 +152,7 @@ class PolicyTrainer:
         Raises:
             UserError: the directory exists or cannot be written.
         """
-        save_checkpoint(directory, state, self._model, self._optimizer, self._ranks)
+        save_checkpoint(directory, state, self._model, self._optimizer, self._ranks, self._gradient.search)
 
     def load_checkpoint(self, directory: Path) -> CheckpointState:
         """Continue from a checkpoint, whatever number of ranks wrote it.
@@ -156,7 +160,7 @@ class PolicyTrainer:
         Raises:
             UserError: it is incomplete, damaged, or of another model.
         """
-        return load_checkpoint(directory, self._model, self._optimizer, self._ranks)
+        return load_checkpoint(directory, self._model, self._optimizer, self._ranks, self._gradient.search)
 
     def close(self) -> None:
         """Leave the engines and the other ranks."""
@@ -180,16 +184,17 @@ def _report(
     micro_batches: Sequence[Sequence[MicroBatch]],
     done: GradientReport,
     clock: PhaseClock,
+    quarantined: tuple[Quarantined, ...],
 ) -> StepReport:
     sums, optimizer = done.totals, done.optimizer
-    tokens = max(1, batch.num_tokens)
+    tokens = max(1.0, sums["tokens"])
     expected, replayed = sums["routing_expected"], sums["routing_replayed"]
     return StepReport(
         policy=request.policy,
         loss=sums["loss"],
         grad_norm=optimizer.grad_norm,
         learning_rate=optimizer.learning_rate,
-        num_tokens=batch.num_tokens,
+        num_tokens=round(sums["tokens"]),
         num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
         num_micro_batches=len(micro_batches[0]),
         policy_entropy=sums["entropy"] / tokens,
@@ -205,11 +210,13 @@ def _report(
         correction_zero_fraction=sums["weight_zero"] / tokens,
         old_logprob_source=batch.old_logprob_source,
         advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
-        trained_ids=frozenset(sample.trajectory_id for sample in batch.samples),
-        masked_ids=batch.masked_ids,
+        trained_ids=frozenset(s.trajectory_id for s in batch.samples if np.count_nonzero(s.loss_mask) > done.removed.get(s.trajectory_id, 0)),
+        masked_ids=batch.masked_ids | done.removed.keys(),
         zero_variance_groups=batch.zero_variance_groups,
         phases_s=tuple(clock.phases),
         skipped=optimizer.skipped,
+        gradloc=done.evidence,
+        quarantined=quarantined,
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,

@@ -1,11 +1,11 @@
-"""Model, optimizer, clip and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
+"""Model, optimizer, clip, gradient search and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 import json
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed.checkpoint
@@ -23,11 +23,29 @@ from trainer.ranks import Ranks
 _dcp: Any = torch.distributed.checkpoint
 """Typed only in part by its authors."""
 _CLIP_NAME = "clip.json"
+_SEARCH_NAME = "gradloc.json"
 _log = logging.getLogger(__name__)
 
 
-def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks) -> None:
+class Memory(Protocol):
+    """Something that remembers past steps, the same on all ranks."""
+
+    def state(self) -> Mapping[str, Any]:
+        """As JSON."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        ...
+
+
+def save_checkpoint(
+    directory: Path, state: CheckpointState, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, search: Memory | None
+) -> None:
     """Write a checkpoint that is complete or absent. Collective.
+
+    Args:
+        search: the gradient search; None where there is none.
 
     Raises:
         UserError: the directory exists or cannot be written.
@@ -39,14 +57,14 @@ def save_checkpoint(directory: Path, state: CheckpointState, model: PolicyModel,
         _dcp.save(_tensors(model, optimizer), checkpoint_id=temporary / TENSORS_NAME)
         (temporary / _rng_name(ranks.rank)).write_text(json.dumps(cast(Any, torch.get_rng_state()).tolist()))
     ranks.agree()
-    _together(ranks, lambda: _complete(temporary, directory, state, optimizer) if ranks.first else None)
+    _together(ranks, lambda: _complete(temporary, directory, state, optimizer, search) if ranks.first else None)
 
 
-def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks) -> CheckpointState:
-    """Put model, optimizer, clip and random state back. Collective.
+def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, search: Memory | None) -> CheckpointState:
+    """Put model, optimizer, clip, gradient search and random state back. Collective.
 
-    A rank that had no counterpart when it was saved keeps the random state it started with. A clip of another kind than the checkpoint's starts without a
-    history, and the log says so.
+    A rank that had no counterpart when it was saved keeps the random state it started with. A clip of another kind than the checkpoint's, and a gradient
+    search of which it holds nothing, start without a history, and the log says so.
 
     Raises:
         UserError: the checkpoint is missing, incomplete, or of another model.
@@ -60,6 +78,8 @@ def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimi
         if random_state.is_file():
             torch.set_rng_state(torch.tensor(json.loads(random_state.read_bytes()), dtype=torch.uint8))
     _load_clip(directory, optimizer)
+    if search is not None:
+        _load_search(directory / _SEARCH_NAME, search)
     return state
 
 
@@ -84,14 +104,24 @@ def _load_clip(directory: Path, optimizer: PolicyOptimizer) -> None:
     _log.warning("checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one", directory, saved["type"], kind)
 
 
+def _load_search(path: Path, search: Memory) -> None:
+    if not path.is_file():
+        _log.warning("checkpoint %s holds no history of a gradient search; it starts without one", path.parent)
+        return
+    with boundary(UserError, f"cannot load {path} (it is damaged or of another model; resume from another checkpoint)"):
+        search.load_state(json.loads(path.read_bytes()))
+
+
 def _tensors(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer.optimizers)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _complete(temporary: Path, directory: Path, state: CheckpointState, optimizer: PolicyOptimizer) -> None:
+def _complete(temporary: Path, directory: Path, state: CheckpointState, optimizer: PolicyOptimizer, search: Memory | None) -> None:
     with boundary(UserError, f"cannot write checkpoint {directory}"):
         (temporary / _CLIP_NAME).write_bytes(canonical_json(dict(optimizer.clip.state_dict())))
+        if search is not None:
+            (temporary / _SEARCH_NAME).write_bytes(canonical_json(dict(search.state())))
         (temporary / STATE_NAME).write_bytes(state_bytes(state))
     complete_directory(temporary, directory)
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import RoutingTrace
 from rollout.weights import PolicyVersion
+from trainer.stability.evidence import GradLocEvidence, Quarantined
 
 
 class Verdict(StrEnum):
@@ -118,13 +119,17 @@ class StepReport:
     trained_ids: frozenset[str]
     """Trajectories with at least one term in the loss."""
     masked_ids: frozenset[str] = field(default=frozenset())
-    """Trajectories that lost some tokens, or all, to the staleness mask or a verdict."""
+    """Trajectories that lost some tokens, or all, to the staleness mask, a verdict or the gradient search."""
     zero_variance_groups: int = 0
     """Groups whose rewards are all alike: in the denominators, without a gradient."""
     phases_s: tuple[tuple[str, float], ...] = ()
-    """(phase, seconds): decode, pack, forward_backward, optimizer."""
+    """(phase, seconds): decode, pack, forward_backward, gradloc (with the repetition of the step, if any), optimizer."""
     skipped: str = ""
-    """Reason why no step was applied (non-finite gradient), else empty."""
+    """Reason why no step was applied (non-finite loss or gradient, or a spike under `trainer.gradloc.action = "skip"`), else empty."""
+    gradloc: GradLocEvidence | None = None
+    """Of the search for the tokens behind the step's gradient; None where nothing asked for one."""
+    quarantined: tuple[Quarantined, ...] = ()
+    """Groups that lost trajectories for good because of it."""
     block_norms: tuple[tuple[str, float], ...] = ()
     """(block, L2 norm of its gradient before any clip), in the order of the model."""
     block_scales: tuple[tuple[str, float], ...] = ()

@@ -62,6 +62,8 @@ class Check(StrEnum):
     """Experts, per block."""
     EVIDENCE = "evidence"
     """Something that a check needs is missing."""
+    GRADIENT = "gradient"
+    """What the trainer's gradient search found."""
 
 
 class Severity(StrEnum):

@@ -22,7 +22,7 @@ from rollout.weights import PolicyVersion
 from trainer.config import TrainerConfig
 from trainer.consistency.attribution import attribute
 from trainer.consistency.config import ConsistencyConfig, GapLimits
-from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, encode_evidence
+from trainer.consistency.evidence import Attribution, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, decode_evidence, encode_evidence
 from trainer.consistency.inquiry import AttributionFacts
 from trainer.consistency.other_tokens import ThroughText
 from trainer.consistency.precision import GapSummary, check_gap, default_limits, gap_floor, gap_summary
@@ -35,6 +35,7 @@ from trainer.consistency.verdicts import Decision, decide
 from trainer.consistency.versions_agreement import check_versions
 from trainer.histograms import LOG_RATIO_EDGES, bucket_counts
 from trainer.model_dir import ModelFacts, check_model_dir
+from trainer.stability.quarantine import keep_quarantines
 
 Scores = list[NDArray[np.float32]]
 
@@ -140,7 +141,8 @@ class Auditor:
         facts = {each.replica: each for each in context.replicas}
         gaps = [self._gap(facts[replica], mine, counted) for replica, mine in _by_replica(scored).items()]
         attributions = {gap.replica: gap.attribution for gap in gaps}
-        evidence = self._evidence(decoded, scored, attributions)
+        before = [decode_evidence(verdict) if verdict else None for verdict in groups.verdicts]
+        evidence = [keep_quarantines(new, old) for new, old in zip(self._evidence(decoded, scored, attributions), before, strict=True)]
         report = AuditReport(
             groups=tuple(_verdict(each) for each in evidence),
             gaps=tuple(gaps),

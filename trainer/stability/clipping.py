@@ -1,5 +1,6 @@
 """What every clip with a memory has in common: norms of blocks in, scales out, and a state that a checkpoint can hold. It knows no tensor."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class Clip(Protocol):
             UserError: the state is of other blocks.
         """
         ...
+
+
+def foresee(clip: Clip, norms: Sequence[float]) -> ClipDecision:
+    """What `clip` would decide on these norms; it remembers nothing of them."""
+    return copy.deepcopy(clip).decide(norms)
 
 
 class NoMemoryClip:

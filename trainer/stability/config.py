@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 from rollout.config import Section
 
@@ -36,15 +36,21 @@ class CalibratedTau(Section):
 
 
 class GradLocConfig(Section):
-    """When a step is searched, how far, and what becomes of what is found."""
+    """When a step is searched for the tokens behind its gradient's norm, how far, and what becomes of what is found. The scripted trainer has no gradient."""
 
+    enabled: bool = True
+    """False never searches."""
     threshold: Annotated[GivenTau | CalibratedTau, Field(discriminator="type")] = CalibratedTau()
-    budget_passes: PositiveInt = 64
-    """Passes (forward and backward of what is in question) of one search, at most; no less than a step has micro-batches."""
+    scale_floor: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """A block that `trainer.optimizer.clip` (layerclip or adagc) is about to scale below this triggers too, whatever the global norm; 0 never does."""
+    budget_passes: PositiveInt | None = None
+    """Passes (forward and backward of what is in question) of one search, at most; no less than a step has micro-batches. None: 64, or twice the
+    micro-batches where that is more."""
     max_hits: PositiveInt = 8
     """More culprits than this are no culprits: the spike is diffuse."""
     action: Literal["observe", "mask", "skip", "quarantine"] = "observe"
-    """What becomes of a located token: nothing, its terms leave the step's loss, the step is not applied, or its trajectory leaves training."""
+    """What becomes of located tokens. observe: nothing. mask: the step is computed again without their terms, with the same denominators. skip: the step is not
+    applied. quarantine: as mask for the whole trajectory, which is out of training for good."""
     suspect_passes: NonNegativeInt = 20
     """Passes in any hundred steps that suspects of the consistency service may cause in steps below the threshold; 0 lets them only order a search."""
     suspect_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -53,3 +59,17 @@ class GradLocConfig(Section):
     """A half's gradient is what the other leaves of the whole's: one pass a level instead of two, for one more gradient in memory. Only without dropout."""
     cut_sequences: bool = True
     """A pass runs only the sequences in question, up to the last token in question. Only without dropout."""
+    token_ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 2.0)
+    """A culprit whose importance ratio pi_now / pi_rollout is outside is a token mismatch (A1)."""
+    sequence_ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.9, 1.1)
+    """Else one whose sequence has a geometric mean of these ratios outside is a sequence mismatch (A2)."""
+    block_factor: Annotated[float, Field(gt=1)] = 10.0
+    """Else one whose gradient in some block is above this multiple of the block's usual norm, while half of the blocks are not, is block heterogeneity (B)."""
+
+    @field_validator("token_ratio_bounds", "sequence_ratio_bounds")
+    @classmethod
+    def _bounds_hold_the_ratio_of_agreement(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        low, high = bounds
+        if not low < 1.0 < high:
+            raise ValueError(f"got [{low:g}, {high:g}]; expected a bound below 1 and one above, for example [0.5, 2.0]: a ratio of 1 is agreement")
+        return bounds

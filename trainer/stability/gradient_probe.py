@@ -90,6 +90,7 @@ class GradientProbe:
         self._random: RandomState | None = None
         self._held: tuple[Terms, Gradients] | None = None
         self._last: Terms | None = None
+        self._losses: list[Tensor] = []
         self.tokens_forwarded = 0
         """On this rank, padding included."""
         self.leaf_blocks: dict[int, tuple[tuple[str, float], ...]] = {}
@@ -115,12 +116,13 @@ class GradientProbe:
         return num_passes(terms, self._table, self._rows)
 
     def norm(self, terms: Terms) -> float:
-        """L2 norm of the gradient of these terms, over all ranks."""
+        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite."""
         self._drop()
+        self._losses.clear()
         for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
             self._run(one)
         self._last = terms
-        return self._norm(terms, self._now())
+        return self._norm(terms, self._now(), float(torch.stack(self._losses).sum()))
 
     def rest(self, terms: Terms) -> float:
         """|step's gradient - gradient of these terms|."""
@@ -187,6 +189,7 @@ class GradientProbe:
             tokens = loss_tokens(micro, self._ranks.device)
             loss, _ = self._loss(self._model, tokens, self._step.temperature, self._step.source, only)
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        self._losses.append(loss.detach())
         self.tokens_forwarded += micro.token_ids.size
 
     def _now(self) -> Gradients:
@@ -195,10 +198,10 @@ class GradientProbe:
     def _step_gradients(self) -> Gradients:
         return [None if gradient is None else local_tensor(gradient) for gradient in self._aside]
 
-    def _norm(self, terms: Terms | None, gradients: Gradients) -> float:
+    def _norm(self, terms: Terms, gradients: Gradients, loss: float) -> float:
         there = [index for index, gradient in enumerate(gradients) if gradient is not None]
         norms = cast(Any, torch)._foreach_norm([gradients[index] for index in there])
-        return self._reduced(terms, there, norms)
+        return self._reduced(terms, there, norms, loss)
 
     def _difference(self, whole: Gradients, part: Gradients, terms: Terms | None) -> float:
         """|whole - part|, one parameter at a time, so that no third copy exists."""
@@ -211,17 +214,21 @@ class GradientProbe:
                 norms.append(cast(Tensor, cast(Any, torch.linalg).vector_norm(left)))
         return self._reduced(terms, there, norms)
 
-    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor]) -> float:
-        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single term the blocks are noted."""
+    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
+        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single term the blocks are noted.
+
+        Args:
+            loss: this rank's; where the sum is not finite, neither is the answer.
+        """
         squares = np.zeros(len(self._parameters))
         if there:
             squares[there] = np.square(np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())))
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
-        total = self._ranks.sum(torch.tensor(sums, dtype=torch.float64, device=self._ranks.device))
-        blocks = cast(list[float], cast(Any, total).tolist())
+        total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
+        *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
         if terms is not None and terms.size == 1:
             self.leaf_blocks[int(terms[0])] = tuple((block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True))
-        return math.sqrt(math.fsum(blocks)) if all(math.isfinite(square) for square in blocks) else math.nan
+        return math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
 
 
 def draws_random_numbers(model: nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """GradLoc for any FSDP2 loop: watches the gradient's norm, and names the token behind a spike. Layer 3 of diagnosis (numerical updates).
 
     after the last backward, before any clip:  report = gradloc.observe(norm, StepData(...))
+    where the step was then computed again, or not applied:  gradloc.amend(norm, weight_square) or gradloc.amend()
 
 It changes neither gradients nor random state; what a loop does with a report (`config.action`) is the loop's own.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -23,13 +24,15 @@ from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import GradientProbe, StepData, TokenLoss
-from trainer.stability.search import Outcome, SearchLimits, StepSearch
+from trainer.stability.search import EXPLAINED, Outcome, SearchLimits, StepSearch
 from trainer.stability.step_terms import RankTerms, StepTerms, Terms, rank_terms, step_terms
 from trainer.stability.thresholds import set_threshold
 from trainer.types import MicroBatch
 
 BUDGET_STEPS = 100
 """Steps over which the passes that suspects cause are counted."""
+DEFAULT_BUDGET = 64
+"""Passes of one search where the config leaves them open; twice the micro-batches where that is more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,23 @@ class TermPlace:
     row: int
     position: int
     """Of the token in its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSigns:
+    """What else a loop knows of its step; the same on all ranks."""
+
+    loss: float = 0.0
+    """Sum of all terms: a step triggers if this is not finite, too."""
+    smallest_scale: float = 1.0
+    """By which the clip is about to scale a block down, the smallest of all."""
+    weight_square: float | None = None
+    """Sum of the squared weights of all terms of all ranks; None: `observe` sums it up, and the suspects with it, in one small reduction."""
+    num_suspects: int = 0
+    """Of all ranks; asked for only beside `weight_square`."""
+
+
+_NO_SIGNS = StepSigns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +84,13 @@ class GradLocReport:
 
     outcome: Outcome
     trigger: str
-    """threshold, non_finite or suspects."""
+    """non_finite, threshold, scale or suspects."""
     grad_norm: float
     """Of the step."""
     threshold: float
     """Of the step; NaN before a calibration has one."""
     tau: float
-    """NaN before a calibration has one."""
+    """That the search took: with trigger `scale` the lower of tau and what makes the whole step suspicious. NaN before a calibration has one."""
     hits: tuple[GradLocHit, ...]
     """In the order found; only with `located` are they the cause."""
     explained: float
@@ -93,10 +113,17 @@ class GradLoc:
         self._config, self._model, self._loss, self._ranks = config, model, loss, ranks
         self._eps = float(torch.finfo(dtype).eps)
         self._history: deque[float] = deque(maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps)
+        self._before: tuple[float, ...] = ()
         self._suspect_passes: deque[int] = deque([0] * BUDGET_STEPS, maxlen=BUDGET_STEPS)
 
     def observe(
-        self, grad_norm: float, step: StepData, *, suspects: Sequence[TermPlace] = (), part_norms: NDArray[np.float64] | None = None
+        self,
+        grad_norm: float,
+        step: StepData,
+        *,
+        suspects: Sequence[TermPlace] = (),
+        part_norms: NDArray[np.float64] | None = None,
+        signs: StepSigns = _NO_SIGNS,
     ) -> GradLocReport | None:
         """Search the step if its norm asks for it; None where nothing does. Collective; after the last backward and before any clip.
 
@@ -108,22 +135,43 @@ class GradLoc:
         Raises:
             UserError: the budget is below the number of micro-batches; or the model has dropout and the step's random states are not there.
         """
-        if self._config.budget_passes < len(step.micro_batches):
-            raise UserError(
-                f"got gradloc.budget_passes = {self._config.budget_passes} for {len(step.micro_batches)} micro-batches; a search takes a pass for each: "
-                f"set it to {2 * len(step.micro_batches)} or more, or raise trainer.micro_batch_tokens"
-            )
-        weight_square, num_suspects = self._shared(step.micro_batches, len(suspects))
+        budget = self._budget(len(step.micro_batches))
+        weight_square, num_suspects = (
+            self._shared(step.micro_batches, len(suspects)) if signs.weight_square is None else (signs.weight_square, signs.num_suspects)
+        )
         tau = self._tau()
         threshold = math.nan if math.isnan(tau) else set_threshold(tau, weight_square)
+        self._before = tuple(self._history)
         self._remember(grad_norm, weight_square)
-        trigger = self._trigger(grad_norm, threshold, num_suspects > 0)
+        trigger = self._trigger(grad_norm, threshold, num_suspects > 0, signs)
         if not trigger:
             self._suspect_passes.append(0)
             return None
-        report = self._search(trigger, grad_norm, tau, step, suspects, part_norms)
+        if trigger == "scale":
+            whole = grad_norm * math.sqrt((1.0 - EXPLAINED) / weight_square)
+            tau = whole if math.isnan(tau) else min(tau, whole)
+        limits = SearchLimits(
+            tau=tau,  # not asked for while the predicate is "is not finite"
+            budget=min(budget, self._config.suspect_passes - sum(self._suspect_passes)) if trigger == "suspects" else budget,
+            max_hits=self._config.max_hits,
+            subtract=self._config.subtract,
+            suspect_factor=self._config.suspect_factor,
+        )
+        report = self._search(trigger, grad_norm, limits, step, suspects, part_norms)
         self._suspect_passes.append(report.passes if trigger == "suspects" else 0)
         return replace(report, threshold=threshold)
+
+    def amend(self, grad_norm: float | None = None, weight_square: float = 0.0) -> None:
+        """What the last `observe` saw was not applied: the history is as it was before, and learns the norm of the step that was taken instead, if any.
+
+        Args:
+            grad_norm: of that step.
+            weight_square: sum of the squared weights of its terms, over all ranks.
+        """
+        self._history.clear()
+        self._history.extend(self._before)
+        if grad_norm is not None:
+            self._remember(grad_norm, weight_square)
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint needs: the history of norms and of passes."""
@@ -134,6 +182,17 @@ class GradLoc:
         self._history.clear()
         self._history.extend(state["history"])
         self._suspect_passes.extend(int(passes) for passes in state["suspect_passes"])
+
+    def _budget(self, micro_batches: int) -> int:
+        budget = self._config.budget_passes
+        if budget is None:
+            return max(DEFAULT_BUDGET, 2 * micro_batches)
+        if budget < micro_batches:
+            raise UserError(
+                f"got gradloc.budget_passes = {budget} for {micro_batches} micro-batches; a search takes a pass for each: "
+                f"set it to {2 * micro_batches} or more, or raise trainer.micro_batch_tokens"
+            )
+        return budget
 
     def _shared(self, micro_batches: Sequence[MicroBatch], num_suspects: int) -> tuple[float, int]:
         """Sum of squared weights and suspects of all ranks, from one small reduction."""
@@ -153,41 +212,38 @@ class GradLoc:
         if math.isfinite(grad_norm) and weight_square > 0:
             self._history.append(grad_norm / math.sqrt(weight_square))
 
-    def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool) -> str:
-        if not math.isfinite(grad_norm):
+    def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool, signs: StepSigns) -> str:
+        if not (math.isfinite(grad_norm) and math.isfinite(signs.loss)):
             return "non_finite"
-        if math.isnan(threshold):
-            return ""
-        if grad_norm > threshold:
+        if grad_norm > threshold:  # never, where the threshold is NaN
             return "threshold"
+        if signs.smallest_scale < self._config.scale_floor:
+            return "scale"
         affordable = sum(self._suspect_passes) < self._config.suspect_passes
         return "suspects" if has_suspects and affordable and grad_norm > self._config.suspect_factor * threshold else ""
 
     def _search(
-        self, trigger: str, grad_norm: float, tau: float, step: StepData, suspects: Sequence[TermPlace], part_norms: NDArray[np.float64] | None
+        self,
+        trigger: str,
+        grad_norm: float,
+        limits: SearchLimits,
+        step: StepData,
+        suspects: Sequence[TermPlace],
+        part_norms: NDArray[np.float64] | None,
     ) -> GradLocReport:
         start = perf_counter()
-        config = self._config
         table, places = self._gathered(step.micro_batches, suspects)
-        only_suspects = trigger == "suspects"
-        budget = min(config.budget_passes, config.suspect_passes - sum(self._suspect_passes)) if only_suspects else config.budget_passes
-        limits = SearchLimits(
-            tau=tau,  # not asked for while the predicate is "is not finite"
-            budget=budget,
-            max_hits=config.max_hits,
-            subtract=config.subtract,
-            suspect_factor=config.suspect_factor,
-        )
-        probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=config.cut_sequences)
+        probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences)
         with probe:
-            found = StepSearch(probe, table, limits, grad_norm).run(places, part_norms, only_suspects=only_suspects)
+            searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
+            found = searched.run(places, part_norms, only_suspects=trigger == "suspects")
         forwarded = self._ranks.sum(torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device))
         return GradLocReport(
             outcome=found.outcome,
             trigger=trigger,
             grad_norm=grad_norm,
             threshold=math.nan,
-            tau=tau,
+            tau=limits.tau,
             hits=tuple(_hit(term, norm, table, probe) for term, norm in found.hits),
             explained=found.explained,
             passes=found.passes,
@@ -218,6 +274,15 @@ def without_terms(micro_batches: Sequence[MicroBatch], hits: Sequence[GradLocHit
         if hit.rank == rank:
             masks[hit.micro_batch][hit.row, hit.position] = False
     return tuple(replace(micro, loss_mask=mask) for micro, mask in zip(micro_batches, masks, strict=True))
+
+
+def without_trajectories(micro_batches: Sequence[MicroBatch], trajectory_ids: Collection[str]) -> tuple[MicroBatch, ...]:
+    """The same as if no term of these trajectories had ever been in the loss."""
+    result: list[MicroBatch] = []
+    for micro in micro_batches:
+        kept = np.array([each not in trajectory_ids for each in micro.trajectory_ids], dtype=np.bool_)
+        result.append(micro if kept.all() else replace(micro, loss_mask=micro.loss_mask & kept[:, None]))
+    return tuple(result)
 
 
 def _hit(term: int, norm: float, table: StepTerms, probe: GradientProbe) -> GradLocHit:
