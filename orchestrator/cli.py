@@ -100,6 +100,18 @@ def explain(
     explain_trajectory(run_dir, trajectory)
 
 
+@app.command()
+def gradloc(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    step: Annotated[str | None, typer.Argument(help="A searched step, such as 12 or e1-v12; without it, all searches.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
+) -> None:
+    """Show gradient searches: which token made a step's gradient explode, in its text, with its ratios and its share of each block."""
+    from orchestrator.search_show import show_searches
+
+    show_searches(run_dir, step, as_json=as_json)
+
+
 app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 

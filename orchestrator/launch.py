@@ -22,6 +22,7 @@ from orchestrator.recorder import BlockRecorder, MetricsRecorder
 from orchestrator.registration import Expectation
 from orchestrator.replicas import Replicas
 from orchestrator.run_dir import RunDir
+from orchestrator.search_records import SearchRecords
 from orchestrator.signals import Signals, write_summary
 from orchestrator.stopping import Stopped, StopSignals, handlers_restored, ignore_signals
 from orchestrator.targets import Targets
@@ -165,6 +166,7 @@ async def drive(
     )
     await _end_unconfirmed(loop, recovery)
     checkpoints.in_use = loop.policies_in_use
+    loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir))
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), exporter)
 

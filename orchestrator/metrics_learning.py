@@ -41,7 +41,13 @@ NUMERICAL: tuple[Metric, ...] = (
     column("grad_norm", "norm", 3, "Global gradient norm before the clip."),
     column("learning_rate", "rate", 3, "Learning rate of the step."),
     optional_column("max_attention_logit", "logit", 3, "Largest attention logit of all heads before the clip (trainer.optimizer.qk_clip); -1 where it is off."),
-    column("skipped_steps", "steps", 3, "Steps not applied since the run began (non-finite)."),
+    column("skipped_steps", "steps", 3, "Steps not applied since the loop began: non-finite, or skipped by the gradient search."),
+    column("gradloc_runs_located", "searches", 3, "Gradient searches since the loop began that named the tokens behind a step's norm."),
+    column("gradloc_runs_diffuse", "searches", 3, "Gradient searches since the loop began in which no few tokens dominated."),
+    column("gradloc_runs_inconclusive", "searches", 3, "Gradient searches since the loop began that ended with their passes, or looked at suspects only."),
+    column("gradloc_runs_clean", "searches", 3, "Gradient searches since the loop began that ruled every token out."),
+    column("gradloc_passes", "passes", 3, "Passes of all gradient searches since the loop began."),
+    column("gradloc_seconds", "seconds", 3, "Seconds of all gradient searches since the loop began."),
     counter("steps", "steps", 3, "Optimizer steps; a skipped one had a non-finite loss or gradient.", Label(name="outcome", values=("applied", "skipped"))),
 )
 

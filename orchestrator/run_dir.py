@@ -55,6 +55,11 @@ class RunDir:
         return self.path / "prometheus_targets.json"
 
     @property
+    def gradloc(self) -> Path:
+        """One file a step whose gradient was searched."""
+        return self.path / "gradloc"
+
+    @property
     def stacks(self) -> Path:
         """Stack dumps of actors."""
         return self.path / "stacks"

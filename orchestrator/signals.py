@@ -11,6 +11,7 @@ from orchestrator.consistency_signals import consistency_row, consistency_summar
 from orchestrator.loop import Loop
 from orchestrator.memory import PeakMemory
 from orchestrator.run_dir import RunDir, write_atomic
+from orchestrator.search_records import SearchRecords
 from orchestrator.training import StepDone
 from rollout.dispatch import Totals
 
@@ -102,6 +103,7 @@ class Signals:
         loop, counts = self._loop, self._loop.book.counts
         return {
             "skipped_steps": loop.training.skipped,
+            **_searches(loop.training.searches),
             "dispatched": counts.total,
             "trained": counts.trained + sum(n for _, n in counts.trained_held),
             "rejected": sum(n for _, n in counts.rejected),
@@ -176,3 +178,8 @@ class Signals:
 def write_summary(run: RunDir, summary: Mapping[str, object]) -> None:
     """`summary.json`."""
     write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def _searches(kept: SearchRecords) -> dict[str, float]:
+    outcomes = ("located", "diffuse", "inconclusive", "clean")
+    return {f"gradloc_runs_{outcome}": kept.outcomes[outcome] for outcome in outcomes} | {"gradloc_passes": kept.passes, "gradloc_seconds": kept.seconds}

@@ -5,6 +5,7 @@ it also waits until the engines have the weights, before the next step changes t
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,17 @@ from orchestrator.consistency import Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import within
 from orchestrator.publication import Publisher
+from orchestrator.search_records import SearchRecords
 from rollout.dispatch import Ending, RejectReason, StepCommit
 from rollout.errors import ConcordError
-from rollout.trajectory import GroupHeader
+from rollout.trajectory import Annotation, GroupHeader
 from rollout.weights import PolicyVersion, WeightManifest
+from trainer.consistency.evidence import ANNOTATION_KIND
+from trainer.stability.evidence import Acted
 from trainer.types import OldLogprobSource, StepReport, StepRequest
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""Steps in a row that may be skipped as non-finite before the run ends with the reason."""
+"""Steps in a row that may be skipped before the run ends with the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +84,10 @@ class Training:
         self.policy = start.policy
         self.manifest = start
         self.skipped = 0
+        self.searches = SearchRecords()
         self.on_step: Callable[[StepDone], None] = lambda done: None
         self._saved = start.policy
+        self._why_skipped = ""
         self._waits_since: float | None = None
 
     @property
@@ -103,8 +109,8 @@ class Training:
             skipped_in_a_row = 0 if done else skipped_in_a_row + 1
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise ConcordError(
-                    f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient; the policy is beyond repair: resume from an earlier "
-                    "checkpoint with a lower learning rate"
+                    f"{skipped_in_a_row} steps in a row were not applied, the last one for a {self._why_skipped}; the policy is beyond repair, or the gradient "
+                    "search takes ordinary steps for spikes: resume from an earlier checkpoint with a lower learning rate, or raise trainer.gradloc.threshold"
                 )
             if done is None:
                 continue
@@ -142,10 +148,9 @@ class Training:
         book.leave(ids)
         report = await within(self._trainer.step(book.epoch, ids, request), self._deadlines.step_s, f"the trainer to finish step {request.policy.version}")
         phases.train_s = time.monotonic() - begun
+        await self._searched(request.policy, report)
         if report.skipped:
-            self.skipped += 1
-            await book.store.record_event("step_skipped", {"step": request.policy.version, "reason": report.skipped})
-            await book.end_leased([Ending(dispatch_id=i, reason=RejectReason.NON_FINITE, detail=report.skipped, readmit=False) for i in ids])
+            await self._skipped(ids, request.policy, report)
             return None
         facts = book.accounts.step(batch, report, request)
         begun = time.monotonic()
@@ -156,6 +161,25 @@ class Training:
         phases.publish_s = time.monotonic() - begun
         book.accounts.trainer_busy_s += phases.train_s + phases.publish_s
         return StepDone(report=report, facts=facts, phases=phases)
+
+    async def _searched(self, policy: PolicyVersion, report: StepReport) -> None:
+        """The step's gradient was searched: keep what was found, and let no later lease train on what is quarantined."""
+        if report.gradloc is None:
+            return
+        store = self._book.store
+        await store.record_event("gradloc", self.searches.keep(policy, report.gradloc))
+        for group in report.quarantined:
+            await store.annotate([Annotation(dispatch_id=group.dispatch_id, kind=ANNOTATION_KIND, payload=group.verdict)])
+            for trajectory_id in group.trajectory_ids:
+                await store.record_event("gradloc_quarantined", {"step": policy.version, "trajectory_id": trajectory_id})
+
+    async def _skipped(self, ids: Sequence[str], policy: PolicyVersion, report: StepReport) -> None:
+        self.skipped += 1
+        self._why_skipped = report.skipped
+        await self._book.store.record_event("step_skipped", {"step": policy.version, "reason": report.skipped})
+        spike = report.gradloc is not None and report.gradloc.acted is Acted.SKIPPED and math.isfinite(report.grad_norm)
+        reason = RejectReason.GRADIENT_SPIKE if spike else RejectReason.NON_FINITE
+        await self._book.end_leased([Ending(dispatch_id=i, reason=reason, detail=report.skipped, readmit=False) for i in ids])
 
     def _floor(self) -> int:
         """The oldest token version that step v + 1 may train on."""
@@ -186,11 +210,16 @@ class Training:
         book.counts = await within(
             book.store.acknowledge(commit), self._deadlines.store_s, f"the store to write the commit record of step {request.policy.version}"
         )
-        await book.end_leased(
-            [Ending(dispatch_id=h.dispatch_id, reason=RejectReason.ALL_MASKED, detail="no token of it was left in the loss", readmit=True) for h in empty]
-        )
+        quarantined = {group.dispatch_id for group in report.quarantined}
+        await book.end_leased([_untrained(header.dispatch_id, quarantined=header.dispatch_id in quarantined) for header in empty])
         book.ring()
 
     async def _checkpoint(self) -> None:
         await within(self._checkpoints.save(self.policy), self._deadlines.checkpoint_s, f"the checkpoint of {self.policy.key}")
         self._saved = self.policy
+
+
+def _untrained(dispatch_id: str, *, quarantined: bool) -> Ending:
+    """Of a group in an applied step that nothing was trained on; its prompt comes again."""
+    reason = RejectReason.QUARANTINED if quarantined else RejectReason.ALL_MASKED
+    return Ending(dispatch_id=dispatch_id, reason=reason, detail="no token of it was left in the loss", readmit=True)

@@ -38,9 +38,11 @@ class RejectReason(StrEnum):
     INCONSISTENT = "inconsistent"
     """The consistency service rejected all of its trajectories: other tokens, or log-probs that cannot be repaired."""
     QUARANTINED = "quarantined"
-    """The consistency service took it out of training, and kept it with its evidence."""
+    """The consistency service or the gradient search took it out of training, and kept it with its evidence."""
     NON_FINITE = "non_finite"
     """Its step had a non-finite loss or gradient and was not applied."""
+    GRADIENT_SPIKE = "gradient_spike"
+    """The gradient search found the tokens behind a spike in its step, which was not applied (trainer.gradloc.action = "skip")."""
 
 
 class FailReason(StrEnum):

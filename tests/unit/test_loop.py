@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
+from local_fleet import EngineWrap, LocalFleet
+from loop_case import Case, assert_accounted, config_of
 from numpy.typing import NDArray
 
-from orchestrator.config import RunConfig, parse_config
-from orchestrator.launch import drive
-from orchestrator.run_dir import RunDir, create_run_dir
+from orchestrator.config import RunConfig
 from rollout.dispatch import Dispatch, DispatchState
 from rollout.errors import ConcordError, DeadlineError, ProcessLostError, WeightSyncError
 from rollout.generation import GenerationRequest, TokenChunk
@@ -23,57 +22,8 @@ from rollout.weights import ApplyReport, WeightManifest
 from trainer.scripted import ScriptedTrainer
 from trainer.types import StepReport, StepRequest
 
-MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
-DEADLINE_S = 30.0
 UNEVEN = ("engine.latency_mean_s=0.004", "engine.latency_sigma=1.0", "engine.slots=8")
 """Latencies with a long tail, so that groups finish out of order and updates fall into running samples."""
-
-
-def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
-    document: dict[str, object] = {
-        "run": {"dir": str(tmp_path), "name": "run", "steps": 8, "batch_groups": 3, "group_size": 2},
-        "engine": {"type": "scripted"},
-        "trainer": {"type": "scripted", "checkpoint": {"every_steps": 3}},
-        "consistency": {"mode": "off"},
-        "deadlines": {"health_interval_s": 0.02},
-    }
-    return parse_config(document, "test", overrides)
-
-
-class Case:
-    """One run directory; `drive` may be called again to resume."""
-
-    def __init__(self, tmp_path: Path, *overrides: str, trainer: ScriptedTrainer | None = None, wrap: Callable[[Engine, int], Engine] | None = None) -> None:
-        self.config = config_of(tmp_path, *overrides)
-        self.run: RunDir = create_run_dir(self.config, "run")
-        self.trainer = trainer
-        self.wrap = wrap
-        self.reporter = QuietReporter()
-        self.batches: list[tuple[int, tuple[str, ...]]] = []
-        self.during: Callable[[LocalFleet], Any] | None = None
-        """Started beside the run, with its fleet."""
-
-    def drive(self) -> dict[str, Any]:
-        return asyncio.run(self._drive())
-
-    async def _drive(self) -> dict[str, Any]:
-        fleet = LocalFleet(self.config, self.run.path, MODEL, self.trainer or ScriptedTrainer(self.config.trainer), self.wrap)
-        inputs = inputs_of(self.config, MODEL)
-        beside = asyncio.create_task(self.during(fleet)) if self.during else None
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await drive(self.config, self.run, inputs, fleet, self.reporter)
-        finally:
-            if beside is not None:
-                beside.cancel()
-            self.batches += fleet.trainer.batches
-            await fleet.close()
-
-
-def assert_accounted(summary: dict[str, Any]) -> None:
-    """Invariant 1."""
-    ended = summary["trained"] + sum(summary["rejected"].values()) + sum(summary["failed"].values())
-    assert summary["dispatched"] == ended + summary["in_flight"]
 
 
 def trained_versions(case: Case) -> dict[int, list[set[int]]]:

@@ -1,0 +1,124 @@
+"""`concord gradloc`: the gradient searches of a run, and one of them with its culprits in their text, their ratios, and a bar for each block."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.run_dir import RunDir, open_run_dir
+from rollout.errors import UserError
+from rollout.weights import PolicyVersion
+
+BAR_CELLS = 30
+
+
+def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> None:
+    """Print all searches of a run, or those of one step (a number such as 12, or a key such as e1-v12).
+
+    Raises:
+        UserError: there is no such run, search or step.
+    """
+    run, _ = open_run_dir(path)
+    found = read_searches(run)
+    chosen = found if step is None else [_of_step(found, step)]
+    console = Console()
+    if as_json:
+        console.file.write(json.dumps(chosen if step is None else chosen[0], indent=2) + "\n")
+    elif step is None:
+        console.print(_list(chosen))
+    else:
+        for search in chosen[0]["searches"]:
+            _show(console, chosen[0]["policy"], search)
+
+
+def read_searches(run: RunDir) -> list[dict[str, Any]]:
+    """The files of `gradloc/`, in the order of epochs and steps.
+
+    Raises:
+        UserError: there is none.
+    """
+    files = [file for file in run.gradloc.glob("e*-v*.json") if not file.name.startswith(".")]
+    if not files:
+        raise UserError(
+            f"run {run.path} has no gradient search: no step's norm was above its threshold, no block's scale below trainer.gradloc.scale_floor, and nothing "
+            "was not finite; to search sooner lower trainer.gradloc.threshold.multiple, or check that trainer.gradloc.enabled is true"
+        )
+    return [json.loads(file.read_bytes()) for file in sorted(files, key=lambda file: PolicyVersion.parse(file.stem))]
+
+
+def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
+    """By key, or by number: the newest epoch's then."""
+    matching = [each for each in found if step in (each["policy"], str(each["step"]))]
+    if not matching:
+        known = ", ".join(each["policy"] for each in found[-20:])
+        raise UserError(f"got step {step!r}, which was not searched; searched steps: {known}")
+    return matching[-1]
+
+
+def _list(found: list[dict[str, Any]]) -> Table:
+    table = Table(title="gradient searches")
+    for header in ("step", "outcome", "acted"):
+        table.add_column(header, no_wrap=True)
+    for header in ("norm", "threshold"):
+        table.add_column(header, justify="right")
+    table.add_column("culprits", overflow="fold")
+    for each in found:
+        for search in each["searches"]:
+            culprits = "\n".join(f"{c['token_text']!r} at {c['position']} of {c['trajectory_id']} ({c['type']})" for c in search["culprits"])
+            numbers = (_number(search[name]) for name in ("grad_norm", "threshold"))
+            table.add_row(each["policy"], search["outcome"], search["acted"], *numbers, Text(culprits))
+    return table
+
+
+def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    say(f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, {search['acted']}")
+    say(
+        f"  gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'])} (tau {_number(search['tau'])} a token); culprits explain "
+        f"{_number(search['explained'])} of the squared norm; {search['passes']} passes, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
+    )
+    if search["removed_terms"]:
+        above = ", still above the threshold" if search["exceeds_after"] else ""
+        say(f"  {search['removed_terms']} terms left the loss; norm of the step that was applied instead {_number(search['grad_norm_after'])}{above}")
+    if search["outcome"] != "located" and search["culprits"]:
+        say("  what was found does not explain the norm; the tokens below are only the largest parts seen")
+    for culprit in search["culprits"]:
+        _show_culprit(console, culprit)
+
+
+def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
+    console.print()
+    where = f"{culprit['trajectory_id']} position {culprit['position']}, sampled under {culprit['policy']} by replica {culprit['replica']}"
+    console.print(f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}", markup=False, highlight=False)
+    token = f">>{culprit['token_text']}<<"
+    console.print(Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]), highlight=False)
+    table = Table()
+    names = ("omega", "sequence_ratio", "d_engine", "d_stale", "logprob", "rollout_logprob", "advantage", "entropy", "norm")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_row(*("not scored" if name.startswith("d_") and culprit[name] is None else _number(culprit[name]) for name in names))
+    console.print(table)
+    console.print(_blocks(culprit))
+
+
+def _blocks(culprit: dict[str, Any]) -> Table:
+    """A bar for each block: the norm of the token's gradient in it, and how that stands to the block's usual norm."""
+    norms: dict[str, float | None] = culprit["block_norms"]
+    largest = max((norm for norm in norms.values() if norm is not None), default=0.0)
+    table = Table(title="norm of its gradient by block")
+    for header in ("block", "norm", "times the block's usual", ""):
+        table.add_column(header, justify="left" if header in ("block", "") else "right")
+    for block, norm in norms.items():
+        cells = BAR_CELLS if norm is None else round(BAR_CELLS * norm / largest) if largest else 0
+        ratio = culprit["block_ratios"].get(block, "")
+        table.add_row(block, _number(norm), ratio if isinstance(ratio, str) else _number(ratio), Text("█" * cells, style="red" if norm is None else "cyan"))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
