@@ -12,7 +12,7 @@ from orchestrator.config import RunConfig
 from orchestrator.distributions import LabelValues, combinations
 from orchestrator.loop import Loop
 from orchestrator.memory import PeakMemory
-from orchestrator.metric_types import OTHER, Extent
+from orchestrator.metric_types import MAX_REWARD_PARTS, OTHER, Extent
 from orchestrator.metrics import CATALOGUE, ROW_METRICS
 from orchestrator.metrics_consistency import DRIFTS, REASONS
 from orchestrator.metrics_system import PHASES, TRAINER_PHASES
@@ -22,7 +22,7 @@ from orchestrator.snapshot import Snapshot
 from orchestrator.training import StepDone
 from rollout.dispatch import Counts, FailReason, RejectReason
 from trainer.consistency.evidence import Cause
-from trainer.types import Verdict
+from trainer.types import StepReport, Verdict
 
 Numbers = dict[str, dict[LabelValues, float]]
 
@@ -39,6 +39,7 @@ class LiveSignals:
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._trainer_phases = dict.fromkeys(TRAINER_PHASES, 0.0)
         self._of_report: Numbers = {}
+        self._reward_parts = BoundedParts()
         slots = {"replica": [str(slot) for slot in range(config.engine.replicas)]}
         for metric in CATALOGUE:
             if metric.buckets and any(label.extent is Extent.REPLICAS for label in metric.labels):
@@ -54,10 +55,18 @@ class LiveSignals:
             self._phases[phase] += seconds
         for phase, seconds in done.report.phases_s:
             self._trainer_phases[phase if phase in TRAINER_PHASES else OTHER] += seconds
-        self._of_report = {}
-        for one in block_values(done.report):
+        for part, reduced in done.report.log_ratios:
+            distributions.add("concord_log_ratio_nats", reduced, part)
+        self._of_report = self._read(done.report)
+
+    def _read(self, report: StepReport) -> Numbers:
+        """What a report says with labels; gauges, so the newest step's alone."""
+        numbers: Numbers = {"concord_reference_kl_nats": {(estimator,): kl for estimator, kl in report.reference_kls}}
+        for one in block_values(report):
             labels = (one.block,) if one.head is None else (one.block, str(one.head))
-            self._of_report.setdefault(f"concord_{one.signal}", {})[labels] = one.value
+            numbers.setdefault(f"concord_{one.signal}", {})[labels] = one.value
+        numbers["concord_reward_part_mean"] = self._reward_parts.means(report.reward_parts)
+        return numbers
 
     def snapshot(self) -> Snapshot:
         """All values now."""
@@ -129,6 +138,23 @@ class LiveSignals:
             "concord_tokenizer_drift_total": _by(DRIFTS, {kind: sums.reasons[f"drift_{kind}"] for kind in DRIFTS}),
             "concord_audited_tokens_total": {(): float(sums.scored_tokens)},
         }
+
+
+class BoundedParts:
+    """Parts of the reward, whose names a reward function makes up: the first `MAX_REWARD_PARTS` are told apart, the others are added up as `other`."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def means(self, parts: Iterable[tuple[str, float]]) -> dict[LabelValues, float]:
+        """A series for each part that is told apart."""
+        means: dict[LabelValues, float] = {}
+        for part, mean in parts:
+            if len(self._names) < MAX_REWARD_PARTS:
+                self._names.add(part)
+            name = part if part in self._names else OTHER
+            means[name,] = means.get((name,), 0.0) + mean
+        return means
 
 
 def _trained(counts: Counts) -> int:

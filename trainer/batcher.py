@@ -1,7 +1,7 @@
 """Audited groups become training samples: which tokens are in the loss, with which advantage and weight. Numpy only: it knows no model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.trajectory import LogprobSemantics, Trajectory
+from rollout.trajectory import LogprobSemantics, Trajectory, TrajectoryGroup
 from trainer.consistency.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.protocols import Algorithm
 from trainer.types import OldLogprobSource, TrainingSample, Verdict
@@ -30,6 +30,8 @@ class TrainingBatch:
     zero_variance_groups: int
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
     old_logprob_source: OldLogprobSource
+    reward_parts: tuple[tuple[str, float], ...]
+    """(part, mean over the trajectories whose reward has it), in order of first appearance."""
 
     @property
     def weight_square(self) -> float:
@@ -88,7 +90,16 @@ def build_batch(
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
         old_logprob_source=source,
+        reward_parts=reward_parts(audited.group for audited in groups),
     )
+
+
+def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], ...]:
+    """(part, mean over the trajectories whose reward has it), in order of first appearance."""
+    values: dict[str, list[float]] = {}
+    for part, value in (pair for group in groups for reward in group.rewards for pair in reward.parts):
+        values.setdefault(part, []).append(value)
+    return tuple((part, float(np.mean(given))) for part, given in values.items())
 
 
 def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int) -> NDArray[np.bool_]:

@@ -23,11 +23,13 @@ from trainer.consistency.config import (
 from trainer.consistency.corrections import CorrectionInputs, correction_weights
 from trainer.policy_model import PolicyModel
 from trainer.protocols import Algorithm
+from trainer.ratio_buckets import RATIO_SUMS, ratio_sums
 from trainer.types import MicroBatch, OldLogprobSource
 
 SUMS = (
     *("loss", "tokens", "entropy", "clipped_low", "clipped_high", "approx_kl", "logprob_difference", "reference_kl"),
-    *("rollout_difference", "engine_difference", "weight", "weight_squared", "weight_zero"),
+    *("rollout_difference", "engine_difference", "weight", "weight_squared", "weight_zero", "reference_k1", "reference_k3"),
+    *RATIO_SUMS,
 )
 """What a micro-batch adds to the step's report, in the order of the sums vector; all but the first are unweighted sums over tokens."""
 
@@ -111,7 +113,7 @@ class PolicyLoss:
             importance = None if importance is None else importance[only]
         surrogate = self._algorithm.loss(logprobs, proximal)
         surrogate, importance = (surrogate, torch.ones_like(logprobs)) if importance is None else (importance * surrogate, importance)
-        terms, reference_kl = surrogate, torch.zeros_like(logprobs)
+        terms, reference_kl, reference = surrogate, torch.zeros_like(logprobs), None
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(tokens.token_ids, tokens.positions, tokens.targets, temperature)
@@ -121,7 +123,7 @@ class PolicyLoss:
             terms = terms - self._config.entropy_coef * entropies
         loss = torch.dot(terms, tokens.weights)
         with torch.no_grad():
-            return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens)
+            return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens, reference)
 
     def _importance(self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource) -> tuple[Tensor | None, LossTokens]:
         """[N] importance weights, None where all are 1; and the tokens with the log-probs that the surrogate starts from."""
@@ -144,17 +146,20 @@ class PolicyLoss:
         importance = correction_weights(self._correction, inputs).to(logprobs.dtype)
         return importance, replace(tokens, old_logprobs=now) if from_now else tokens
 
-    def _sums(self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, importance: Tensor, tokens: LossTokens) -> Tensor:
+    def _sums(
+        self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, importance: Tensor, tokens: LossTokens, reference: Tensor | None
+    ) -> Tensor:
         difference = logprobs.detach() - tokens.old_logprobs
-        ratio = torch.exp(difference)
+        ratio, total, engine = torch.exp(difference), logprobs.detach() - tokens.rollout_logprobs, tokens.old_logprobs - tokens.rollout_logprobs
+        from_reference = [torch.zeros_like(ratio) if reference is None else kl_estimate(logprobs, reference, estimator) for estimator in ("k1", "k3")]
         low = (ratio < 1.0 - self._config.clip_low) & (tokens.advantages < 0)
         high = (ratio > 1.0 + self._config.clip_high) & (tokens.advantages > 0)
         columns = (
             *(torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), ratio - 1.0 - difference, difference.abs(), reference_kl),
-            *((logprobs - tokens.rollout_logprobs).abs(), (tokens.old_logprobs - tokens.rollout_logprobs).abs()),
-            *(importance, importance.square(), (importance == 0).to(ratio.dtype)),
+            *(total.abs(), engine.abs(), importance, importance.square(), (importance == 0).to(ratio.dtype), *from_reference),
         )
-        return torch.cat((loss.detach().reshape(1).double(), torch.stack(columns).detach().double().sum(dim=1)))
+        sums = torch.stack(columns).detach().double().sum(dim=1)
+        return torch.cat((loss.detach().reshape(1).double(), sums, ratio_sums((total, engine, difference))))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:

@@ -33,6 +33,7 @@ from trainer.packing import pack
 from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
+from trainer.ratio_buckets import log_ratios
 from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
 from trainer.stability.evidence import Quarantined
@@ -105,7 +106,8 @@ class PolicyTrainer:
         micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
-        return _report(request, batch, micro_batches, done, clock, quarantined(audited, done.evidence))
+        taken_out = quarantined(audited, done.evidence)
+        return _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
@@ -185,6 +187,8 @@ def _report(
     done: GradientReport,
     clock: PhaseClock,
     quarantined: tuple[Quarantined, ...],
+    *,
+    has_reference: bool,
 ) -> StepReport:
     sums, optimizer = done.totals, done.optimizer
     tokens = max(1.0, sums["tokens"])
@@ -220,6 +224,9 @@ def _report(
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,
+        reward_parts=batch.reward_parts,
+        reference_kls=tuple((estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference),
+        log_ratios=log_ratios(sums, batch.old_logprob_source),
         routing_replayed_fraction=replayed / expected if expected else 0.0,
         routing_fallback_fraction=(expected - replayed) / expected if expected else 0.0,
     )

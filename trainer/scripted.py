@@ -17,6 +17,7 @@ from rollout.errors import UserError
 from rollout.manifest import digest_directory, write_manifest
 from rollout.trajectory import StoredGroups, Trajectory
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
+from trainer.batcher import reward_parts
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_state, state_bytes
 from trainer.config import TrainerConfig
@@ -38,7 +39,8 @@ class ScriptedTrainer:
     def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """Decode the groups, count what `PolicyTrainer` would train on, and let the step's time pass."""
         started = time.perf_counter()
-        trajectories = [trajectory for payload in groups.payloads for trajectory in decode(payload).trajectories]
+        decoded_groups = [decode(payload) for payload in groups.payloads]
+        trajectories = [trajectory for group in decoded_groups for trajectory in group.trajectories]
         kept = {trajectory.trajectory_id: _fresh_tokens(trajectory, request.oldest_version) for trajectory in trajectories}
         decoded = time.perf_counter()
         time.sleep(max(0.0, self._config.scripted_step_s - (decoded - started)))
@@ -59,6 +61,7 @@ class ScriptedTrainer:
             advantage_std=0.0,
             trained_ids=frozenset(trajectory_id for trajectory_id, tokens in kept.items() if tokens),
             masked_ids=frozenset(t.trajectory_id for t in trajectories if kept[t.trajectory_id] < t.num_sampled),
+            reward_parts=reward_parts(decoded_groups),
             phases_s=(("decode", decoded - started), ("pack", 0.0), ("forward_backward", time.perf_counter() - decoded), ("optimizer", 0.0)),
         )
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import RoutingTrace
 from rollout.weights import PolicyVersion
+from trainer.histograms import BucketCounts
 from trainer.stability.evidence import GradLocEvidence, Quarantined
 
 
@@ -140,6 +141,13 @@ class StepReport:
     """(probe, block, value) of the probes of `trainer.probes` that are on."""
     attention_logits: tuple[tuple[str, tuple[float, ...]], ...] = ()
     """(block, largest attention logit of each head before the clip) with `trainer.optimizer.qk_clip`, else empty."""
+    reward_parts: tuple[tuple[str, float], ...] = ()
+    """(part, mean over the trajectories whose reward has it) of the named parts of the rewards."""
+    reference_kls: tuple[tuple[str, float], ...] = ()
+    """(estimator, mean over the loss's tokens in nats), k1 and k3; empty without a reference."""
+    log_ratios: tuple[tuple[str, BucketCounts], ...] = ()
+    """(part, log-ratios of the loss's tokens by the buckets of `trainer.histograms.LOG_RATIO_EDGES`): log pi_now - rollout log-prob (`total`), and where
+    old log-probs were recomputed its parts recomputed - rollout (`engine`) and log pi_now - recomputed (`stale`)."""
     mean_abs_rollout_difference: float = 0.0
     """Mean |log pi_now - rollout log-prob| over the loss's tokens, nats: |d_total|."""
     mean_abs_engine_difference: float = 0.0

@@ -22,6 +22,7 @@ from rollout.manifest import read_manifest, verify_directory
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import CheckpointState
 from trainer.config import GrpoConfig, OptimizerConfig, ScheduleConfig
+from trainer.histograms import LOG_RATIO_EDGES
 from trainer.optimizer import learning_rate
 from trainer.policy_trainer import PolicyTrainer
 from trainer.types import StepRequest
@@ -167,6 +168,9 @@ def test_on_policy_the_ratio_is_one(tmp_path: Path):
     assert report.clip_fraction_low == report.clip_fraction_high == 0.0
     assert report.loss == pytest.approx(0.0, abs=1e-6)  # advantages of a group sum to 0, lengths are alike
     assert report.grad_norm > 1e-3
+    ((part, ratios),) = report.log_ratios
+    assert (part, ratios.num_values) == ("total", report.num_tokens)
+    assert ratios.counts[len(LOG_RATIO_EDGES) // 2] == report.num_tokens, "all between 1 / 1.001 and 1.001"
 
 
 def test_logprobs_are_taken_at_the_temperature_of_the_samples(tmp_path: Path):
@@ -226,11 +230,15 @@ def test_a_batch_without_a_term_moves_nothing(tmp_path: Path):
 
 def test_the_reference_is_the_frozen_version_0(tmp_path: Path):
     with trainer_of(tmp_path, algorithm=GrpoConfig(kl_coef=0.5, kl_estimator="k1")) as trainer:
-        kls = [scenarios.step(trainer, number).reference_kl for number in (1, 2, 3)]
+        reports = [scenarios.step(trainer, number) for number in (1, 2, 3)]
+    kls = [report.reference_kl for report in reports]
+    assert [dict(report.reference_kls)["k1"] for report in reports] == kls
+    assert dict(reports[2].reference_kls)["k3"] > 0.0
     assert kls[0] == pytest.approx(0.0, abs=1e-7)
     assert all(abs(kl) > 1e-3 for kl in kls[1:])
     with trainer_of(tmp_path) as trainer:
-        assert [scenarios.step(trainer, number).reference_kl for number in (1, 2)] == [0.0, 0.0]
+        reports = [scenarios.step(trainer, number) for number in (1, 2)]
+    assert [(report.reference_kl, report.reference_kls) for report in reports] == [(0.0, ())] * 2
 
 
 def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path):

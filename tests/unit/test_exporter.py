@@ -18,7 +18,8 @@ from orchestrator.config import RunConfig, parse_config
 from orchestrator.distributions import Distributions
 from orchestrator.exporter import Exporter
 from orchestrator.launch import drive
-from orchestrator.metric_types import MetricType
+from orchestrator.live_signals import BoundedParts
+from orchestrator.metric_types import MAX_REWARD_PARTS, MetricType
 from orchestrator.metrics import DECLARED, sizes_of
 from orchestrator.replica_signals import attributed
 from orchestrator.run_dir import RunDir, create_run_dir
@@ -110,6 +111,15 @@ def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_
     assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.001") == 0.0
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
+
+
+def test_reward_parts_beyond_the_declared_number_are_summed_up():
+    named, bounded = BoundedParts(), MAX_REWARD_PARTS
+    many = tuple((f"part{index}", 1.0) for index in range(bounded + 3))
+    assert named.means(many[:2]) == {("part0",): 1.0, ("part1",): 1.0}
+    means = named.means(many)
+    assert len(means) == bounded + 1
+    assert means["other",] == 3.0
 
 
 def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
