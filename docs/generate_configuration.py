@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
+from orchestrator.doctor.causes import ADVICE, LAYER, Cause
 from orchestrator.metric_types import Label, Metric
 from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
 from rollout.dispatch import FailReason, RejectReason
@@ -81,7 +82,13 @@ def fresh_documents(docs: Path) -> dict[Path, str]:
     tables = {"metrics": metrics_table(), "block_metrics": block_metrics_table(), "events": events_table(), "reasons": reasons_table()}
     for name, table in tables.items():
         text = replaced(text, name, table)
-    return {docs / "configuration.md": configuration_page(), docs / "metrics.md": metrics_page(), run_directory: text}
+    doctor = docs / "doctor.md"
+    return {
+        docs / "configuration.md": configuration_page(),
+        docs / "metrics.md": metrics_page(),
+        run_directory: text,
+        doctor: replaced(doctor.read_text(), "causes", causes_table()),
+    }
 
 
 def replaced(text: str, name: str, table: str) -> str:
@@ -89,7 +96,7 @@ def replaced(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"run_directory.md has no part between {begin} and {end}; put the markers back")
+        raise SystemExit(f"a page has no part between {begin} and {end}; put the markers back")
     return pattern.sub(lambda _: f"{begin}\n{table}\n{end}", text)
 
 
@@ -246,6 +253,15 @@ def reasons_table() -> str:
     rows = ["| ends as | reason | meaning |", "| --- | --- | --- |"]
     for state, reasons in (("rejected", RejectReason), ("failed", FailReason)):
         rows += [f"| {state} | `{reason}` | {meaning} |" for reason, meaning in enum_meanings(reasons).items()]
+    return "\n".join(rows)
+
+
+def causes_table() -> str:
+    """One row a cause of the doctor, in causal order."""
+    rows = ["| layer | cause | what it means | first thing to do | what not to do |", "| --- | --- | --- | --- | --- |"]
+    for cause, meaning in enum_meanings(Cause).items():
+        advice, layer = ADVICE[Cause(cause)], LAYER[Cause(cause)]
+        rows.append(f"| {layer} {LAYERS[layer]} | `{cause}` | {meaning} | {cell(advice.do[0])} | {cell(' '.join(advice.do_not))} |")
     return "\n".join(rows)
 
 

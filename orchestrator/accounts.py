@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orchestrator.distributions import Distributions
+from orchestrator.replica_speeds import ReplicaSpeeds
 from rollout.dispatch import Dispatch
 from rollout.trajectory import FinishReason, GroupHeader, TrajectoryHeader
 from trainer.types import StepReport, StepRequest
@@ -56,6 +57,7 @@ class StepFacts:
     length_mean: float
     length_cap_fraction: float
     zero_variance: float
+    reward_length_correlation: float
     all_correct: float
     all_wrong: float
     staleness_mean: float
@@ -89,6 +91,7 @@ class Accounts:
         self.trainer_busy_s = 0.0
         self.retried = 0
         self.distributions = Distributions()
+        self.speeds = ReplicaSpeeds()
         self._order: dict[str, GroupHeader | None] = {}
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
@@ -100,6 +103,7 @@ class Accounts:
     def finish(self, header: GroupHeader) -> None:
         """A group came back."""
         self.finished.add(header)
+        self.speeds.add(header.replica, header.generation_s)
         if header.dispatch_id in self._order:
             self._order[header.dispatch_id] = header
             self._advance()
@@ -172,6 +176,7 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
         length_mean=sum(t.num_sampled for t in everyone) / len(everyone),
         length_cap_fraction=sum(t.finish_reason is FinishReason.LENGTH for t in everyone) / len(everyone),
         zero_variance=sum(min(g) == max(g) for g in groups) / len(groups),
+        reward_length_correlation=reward_length_correlation(batch),
         all_correct=sum(min(g) >= 1.0 for g in groups) / len(groups),
         all_wrong=sum(max(g) <= 0.0 for g in groups) / len(groups),
         staleness_mean=sum(age * count for age, count in tokens_by_age.items()) / tokens if tokens else 0.0,
@@ -183,3 +188,13 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
         num_trajectories=len(everyone),
         tokens_by_age=tuple(sorted(tokens_by_age.items())),
     )
+
+
+def reward_length_correlation(batch: Sequence[GroupHeader]) -> float:
+    """Pearson's, of reward and sampled tokens, both less their group's mean: neither the prompt nor its difficulty enters; 0 without a spread."""
+    rewards = [np.array([t.reward for t in header.trajectories]) for header in batch]
+    lengths = [np.array([float(t.num_sampled) for t in header.trajectories]) for header in batch]
+    reward = np.concatenate([each - each.mean() for each in rewards])
+    length = np.concatenate([each - each.mean() for each in lengths])
+    spread = float(np.sqrt((reward @ reward) * (length @ length)))
+    return float(reward @ length) / spread if spread > 0 else 0.0

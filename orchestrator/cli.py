@@ -112,6 +112,18 @@ def gradloc(
     show_searches(run_dir, step, as_json=as_json)
 
 
+@app.command()
+def doctor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, finished or not.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line a diagnosis instead of tables.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds until the run has ended in order; print what changed.")] = False,
+) -> None:
+    """Say what is wrong with a run, in causal order, with evidence, what to do and what not to do."""
+    from orchestrator.doctor.command import examine
+
+    examine(run_dir, json_lines=as_json, watch=watch)
+
+
 app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 

@@ -187,7 +187,9 @@ async def _observe(
     def on_step(done: StepDone) -> None:
         row = signals.row(done)
         recorder.add(row)
-        blocks.add(done.report.policy.version, block_values(done.report))
+        of_blocks = block_values(done.report)
+        blocks.add(done.report.policy.version, of_blocks)
+        loop.doctor.step(row, loop.book.counts, of_blocks)
         reporter.step(row, config.run.steps)
         if observing is not None:
             observing.step(done, row)
@@ -204,6 +206,7 @@ async def _observe(
             task.cancel()
         recorder.flush()
         blocks.flush()
+    await loop.doctor.look()
     loop.book.counts = await fleet.store.counts()
     if observing is not None:
         await observing.show()

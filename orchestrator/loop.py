@@ -11,6 +11,7 @@
 * consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that let groups through; waits for
   the service; unblocked by collection and by ledger commits.
 * supervision checks replicas and restarts what failed.
+* the doctor reads rows and events every few steps and says what is wrong.
 
 None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
 """
@@ -28,6 +29,7 @@ from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines, Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import Progress, watch_for_stall
+from orchestrator.live_doctor import LiveDoctor
 from orchestrator.measured_store import MeasuredStore
 from orchestrator.publication import Publisher
 from orchestrator.replicas import Replicas
@@ -69,6 +71,8 @@ class Loop:
         self.replicas = replicas
         self.accounts = Accounts()
         self._store = MeasuredStore(fleet.store, self._note_store_latency)
+        self.doctor = LiveDoctor(self._store.record_event)
+        self._store.on_event = self.doctor.event
         self.progress = progress
         self.stop = asyncio.Event()
         self.book = Book(
@@ -159,6 +163,7 @@ class Loop:
                 self._spawn(self.admission.run(), "admission")
                 self._spawn(self.publisher.run(), "publication")
                 self._spawn(self.supervision.run(), "supervision")
+                self._spawn(self.doctor.run(), "doctor")
                 self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
                 for index in range(config.episodes.workers):
                     self._spawn(self.collection.run(index), f"collection {index}")

@@ -18,6 +18,8 @@ class MeasuredStore:
 
     def __init__(self, store: Store, observe: Callable[[str, float], None]) -> None:
         self._store, self._observe = store, observe
+        self.on_event: Callable[[str, dict[str, str | int | float | bool | None]], None] = lambda kind, fields: None
+        """Told of every run event."""
 
     async def _timed(self, call: str, answer: Awaitable[T]) -> T:
         begun = time.perf_counter()
@@ -57,6 +59,7 @@ class MeasuredStore:
         return await self._timed("commit_version", self._store.commit_version(entry))
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+        self.on_event(kind, fields)
         await self._timed("record_event", self._store.record_event(kind, fields))
 
     async def counts(self) -> Counts:

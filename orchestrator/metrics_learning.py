@@ -15,6 +15,12 @@ DATA_AND_REWARD: tuple[Metric, ...] = (
     column("length_mean_dispatched", "tokens", 1, "Mean sampled tokens up to the oldest unfinished dispatch: free of selection by speed."),
     column("length_mean_finished", "tokens", 1, "Mean sampled tokens of all finished trajectories."),
     column("length_cap_fraction", "ratio", 1, "Share of trained trajectories that ended at their length limit."),
+    column(
+        "reward_length_correlation",
+        "ratio",
+        1,
+        "Correlation of reward and sampled tokens within the trained groups; 0 where either does not differ.",
+    ),
     column("zero_variance_groups", "ratio", 1, "Share of trained groups whose rewards are all equal."),
     column("all_correct_groups", "ratio", 1, "Share of trained groups whose rewards are all 1 or more."),
     column("all_wrong_groups", "ratio", 1, "Share of trained groups whose rewards are all 0 or less."),

@@ -1,6 +1,6 @@
 """Signals of layer 4 about the loop itself: work, queues, time, processes. A part of the catalogue in `orchestrator.metrics`."""
 
-from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram
+from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram, optional_column
 from orchestrator.metrics_consistency import REPLICA
 from rollout.dispatch import FailReason, RejectReason
 
@@ -38,9 +38,18 @@ SYSTEM: tuple[Metric, ...] = (
     column("step_publish_seconds", "seconds", 4, "Of it, commit record and publication to disk."),
     column("step_checkpoint_seconds", "seconds", 4, "Of it, checkpoint."),
     column("generation_seconds", "seconds", 4, "Mean generation time of the trained groups."),
+    optional_column(
+        "replica_slowness",
+        "ratio",
+        4,
+        "Generation time of the slowest replica's newest groups over the median of the others'; -1 with one replica, or before each has 8 groups.",
+    ),
+    optional_column("slowest_replica", "slot", 4, "Its slot; -1 where there is none."),
     column("reward_seconds", "seconds", 4, "Mean time of the trained groups in a reward worker."),
     column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
     column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
+    column("diagnosis_layer", "layer", 4, "Layer of the doctor's primary finding, 1 to 4; 0 where nothing is worse than info."),
+    column("diagnosis_severity", "rank", 4, "How bad it is: 0 nothing, 2 warn, 3 critical."),
     counter("dispatched_groups", "groups", 4, "Dispatches recorded."),
     counter("trained_groups", "groups", 4, "Dispatches trained on."),
     counter("rejected_groups", "groups", 4, "Dispatches rejected, by reason.", Label(name="reason", values=tuple(RejectReason))),

@@ -71,6 +71,7 @@ class Signals:
             "length_mean_dispatched": accounts.dispatched.length.value,
             "length_mean_finished": accounts.finished.length.value,
             "length_cap_fraction": facts.length_cap_fraction,
+            "reward_length_correlation": facts.reward_length_correlation,
             "zero_variance_groups": facts.zero_variance,
             "all_correct_groups": facts.all_correct,
             "all_wrong_groups": facts.all_wrong,
@@ -121,6 +122,8 @@ class Signals:
             "trainer_busy": loop.accounts.trainer_busy_s / max(1e-9, time.monotonic() - self._begun),
             "replica_restarts": loop.supervision.restarts,
             "worker_restarts": loop.collection.restarts,
+            **loop.accounts.speeds.columns(),
+            **loop.doctor.columns(),
         }
 
     def engine_busy(self) -> float:

@@ -1,0 +1,112 @@
+"""From a record to a diagnosis: all rules, in causal order, with what is untrusted and what could not be seen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from orchestrator.doctor.causes import DISAGREEMENT, RANK, Cause
+from orchestrator.doctor.findings import Finding, Severity
+from orchestrator.doctor.record import Record
+from orchestrator.doctor.rules_data import (
+    duplicate_prompts,
+    easy_prompts,
+    environment_failures,
+    evaluation_changed,
+    hard_prompts,
+    length_reward,
+    reward_detached,
+    reward_failures,
+    reward_inverted,
+    solved,
+    train_eval_overlap,
+)
+from orchestrator.doctor.rules_numerical import attention_logits, block_imbalance, gradient_collapse, gradient_spike, non_finite
+from orchestrator.doctor.rules_policy import policy_collapse
+from orchestrator.doctor.rules_system import (
+    disagreement,
+    engine_failures,
+    gap_drift,
+    replica_failures,
+    reward_worker,
+    routing_incomplete,
+    slow_replica,
+    stale_work,
+    worker_lost,
+)
+
+Rule = Callable[[Record], Finding | None]
+
+_GAP_CAUSES = (
+    *(Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG),
+    *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV, Cause.LOW_PROBABILITY_TAIL),
+)
+RULES: Mapping[Cause, Rule] = {
+    Cause.EVALUATION_CHANGED: evaluation_changed,
+    Cause.TRAIN_EVAL_OVERLAP: train_eval_overlap,
+    Cause.DUPLICATE_PROMPTS: duplicate_prompts,
+    Cause.ENVIRONMENT_FAILURES: environment_failures,
+    Cause.REWARD_FAILURES: reward_failures,
+    Cause.REWARD_INVERTED: reward_inverted,
+    Cause.LENGTH_REWARD: length_reward,
+    Cause.EASY_PROMPTS: easy_prompts,
+    Cause.HARD_PROMPTS: hard_prompts,
+    Cause.REWARD_DETACHED: reward_detached,
+    Cause.SOLVED: solved,
+    Cause.POLICY_COLLAPSE: policy_collapse,
+    Cause.NON_FINITE: non_finite,
+    Cause.GRADIENT_SPIKE: gradient_spike,
+    Cause.ATTENTION_LOGITS: attention_logits,
+    Cause.BLOCK_IMBALANCE: block_imbalance,
+    Cause.GRADIENT_COLLAPSE: gradient_collapse,
+    **{cause: disagreement(cause, cause.value) for cause in _GAP_CAUSES},
+    Cause.UNKNOWN_GAP: disagreement(Cause.UNKNOWN_GAP, "unknown"),
+    Cause.GAP_DRIFT: gap_drift,
+    Cause.ROUTING_INCOMPLETE: routing_incomplete,
+    Cause.ENGINE_FAILURES: engine_failures,
+    Cause.REPLICA_FAILURES: replica_failures,
+    Cause.REWARD_WORKER: reward_worker,
+    Cause.WORKER_LOST: worker_lost,
+    Cause.SLOW_REPLICA: slow_replica,
+    Cause.STALE_WORK: stale_work,
+}
+"""The rule of each cause, in causal order."""
+RATIO_SERIES = (
+    *("policy_entropy", "approx_kl", "reference_kl", "clip_fraction_low", "clip_fraction_high"),
+    *("abs_logprob_difference_mean", "abs_rollout_difference_mean", "correction_weight_mean", "correction_ess", "correction_zero_fraction"),
+)
+"""What says nothing of the policy while engine and trainer disagree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the rules make of a record."""
+
+    steps: int
+    """Rows that were read."""
+    last_step: int
+    findings: tuple[Finding, ...]
+    """The primary one first, in causal order; `info` behind all others."""
+    untrusted: tuple[str, ...]
+    """Series that a finding of layer 4 marks untrusted."""
+
+    @property
+    def primary(self) -> Finding | None:
+        """What to look at first; None where nothing is worse than `info`."""
+        return self.findings[0] if self.findings and self.findings[0].severity is not Severity.INFO else None
+
+
+def diagnose(record: Record) -> Diagnosis:
+    """Apply every rule. A finding of layer 2 that rests on readings which layer 4 marks untrusted stands behind that one."""
+    found = [finding for rule in RULES.values() if (finding := rule(record)) is not None]
+    doubtful = any(finding.cause in DISAGREEMENT and finding.severity is not Severity.INFO for finding in found)
+
+    def place(finding: Finding) -> tuple[bool, bool, int]:
+        behind = doubtful and finding.layer == 2
+        return finding.severity is Severity.INFO, behind, RANK[finding.cause]
+
+    marked = any(finding.layer == 4 and finding.severity is not Severity.INFO for finding in found)
+    return Diagnosis(
+        steps=int(record.steps.size),
+        last_step=record.last_step,
+        findings=tuple(sorted(found, key=place)),
+        untrusted=RATIO_SERIES if marked else (),
+    )

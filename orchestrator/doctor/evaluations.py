@@ -1,0 +1,78 @@
+"""Evaluations as the rules see them: scores of one configuration are a line, those of another are another line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.doctor.record import Record, RunEvent
+from orchestrator.doctor.trends import Change, fitted_change, level
+
+KIND = "evaluation"
+LEAST_ERROR = 0.02
+"""Standard error that no score is believed below: prompts are few, and a score of 0 or 1 says nothing of its own error."""
+NEAR_STEPS = 5
+"""Training reward at an evaluation: mean over the steps this near to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Scores of one configuration, oldest first."""
+
+    fingerprint: str
+    points: tuple[RunEvent, ...]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last version scored."""
+        return int(self.points[0].number("version")), int(self.points[-1].number("version"))
+
+
+def lines(record: Record) -> list[Line]:
+    """One a stretch of equal fingerprints. A score that could not be taken has none."""
+    found: list[Line] = []
+    for event in record.of_kind(KIND):
+        if not np.isfinite(event.number("score")):
+            continue
+        if found and found[-1].fingerprint == event.text("fingerprint"):
+            found[-1] = Line(fingerprint=found[-1].fingerprint, points=(*found[-1].points, event))
+        else:
+            found.append(Line(fingerprint=event.text("fingerprint"), points=(event,)))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Training reward and evaluation over the same stretch of steps."""
+
+    first_step: int
+    last_step: int
+    reward: Change
+    score: Change
+    last_score: float
+
+
+def compared(record: Record, least_points: int) -> Comparison | None:
+    """Over the newest line of evaluations; None with fewer points than `least_points`."""
+    every = lines(record)
+    points = every[-1].points if every else ()
+    if len(points) < least_points:
+        return None
+    versions = np.array([point.number("version") for point in points])
+    errors = np.array([point.number("stderr") for point in points])
+    errors = np.maximum(np.where(np.isfinite(errors), errors, LEAST_ERROR), LEAST_ERROR)
+    score = fitted_change(versions, np.array([point.number("score") for point in points]), errors)
+    reward = _reward_between(record, versions)
+    if reward is None:
+        return None
+    return Comparison(first_step=int(versions[0]), last_step=int(versions[-1]), reward=reward, score=score, last_score=points[-1].number("score"))
+
+
+def _reward_between(record: Record, versions: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> Change | None:
+    rewards = record.column("reward_mean")
+    ends = [rewards[np.abs(record.steps - version) <= NEAR_STEPS] for version in (versions[0], versions[-1])]
+    ends = [end[np.isfinite(end)] for end in ends]
+    if any(end.size < 2 for end in ends):
+        return None
+    error = float(np.sqrt(sum(end.var(ddof=1) / end.size for end in ends)))
+    return Change(before=level(ends[0]), after=level(ends[1]), error=error)

@@ -1,0 +1,99 @@
+"""The doctor inside the loop: the rules of `orchestrator.doctor` over the newest rows and events, every few steps, in a task of its own.
+
+Consumes metric rows and run events; produces the columns `diagnosis_layer` and `diagnosis_severity`, and an event when the primary finding changes. It never
+touches the training.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from orchestrator.block_signals import BlockValue
+from orchestrator.doctor.diagnosis import Diagnosis, diagnose
+from orchestrator.doctor.findings import Finding
+from orchestrator.doctor.record import RunEvent, record_of_rows
+from rollout.dispatch import Counts
+from rollout.errors import ConcordError, boundary
+
+EVERY_STEPS = 10
+"""Steps between two diagnoses."""
+MAX_ROWS = 1000
+"""Newest rows that are kept."""
+MAX_EVENTS = 1000
+OF_INTEREST = frozenset(
+    (
+        *("evaluation", "prompts_checked", "step_skipped", "consistency_finding", "consistency_drift", "routing_incomplete"),
+        *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost"),
+    )
+)
+"""Kinds of events that rules read."""
+Fields = Mapping[str, str | int | float | bool | None]
+
+
+class LiveDoctor:
+    """Of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
+
+    def __init__(self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]) -> None:
+        self._record_event = record_event
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
+        self._tallies: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
+        self._blocks: dict[tuple[str, str], dict[int, float]] = {}
+        self._events: deque[RunEvent] = deque(maxlen=MAX_EVENTS)
+        self._bell = asyncio.Event()
+        self._primary: Finding | None = None
+        self._broken = False
+        self.diagnosis: Diagnosis | None = None
+        """The newest; None before the first."""
+
+    def columns(self) -> dict[str, float]:
+        """Of the newest diagnosis."""
+        primary = None if self.diagnosis is None else self.diagnosis.primary
+        return {"diagnosis_layer": 0.0 if primary is None else float(primary.layer), "diagnosis_severity": 0.0 if primary is None else primary.severity.rank}
+
+    def event(self, kind: str, fields: Fields) -> None:
+        """A run event is being recorded."""
+        if kind in OF_INTEREST:
+            step = int(self._rows[-1]["step"]) if self._rows else 0
+            self._events.append(RunEvent(kind=kind, step=step, fields=dict(fields)))
+
+    def step(self, row: Mapping[str, float], counts: Counts, blocks: list[BlockValue]) -> None:
+        """A step ended."""
+        step = int(row["step"])
+        self._rows.append(row)
+        self._tallies.append({f"{end}:{reason}": float(n) for end, each in (("failed", counts.failed), ("rejected", counts.rejected)) for reason, n in each})
+        for one in blocks:
+            if one.head is None:
+                values = self._blocks.setdefault((one.signal, one.block), {})
+                values[step] = one.value
+                values.pop(step - MAX_ROWS, None)
+        if step % EVERY_STEPS == 0:
+            self._bell.set()
+
+    async def run(self) -> None:
+        """Diagnose for ever; ends by cancellation."""
+        while not self._broken:
+            await self._bell.wait()
+            await self.look()
+
+    async def look(self) -> None:
+        """Diagnose now, and tell a primary finding that is another than before. Trouble here is told once, and never ends the training."""
+        self._bell.clear()
+        if not self._rows or self._broken:
+            return
+        try:
+            with boundary(ConcordError, "diagnosing"):
+                record = record_of_rows(list(self._rows), tallies=list(self._tallies), events=list(self._events), blocks=self._blocks)
+                self.diagnosis = diagnose(record)
+        except ConcordError as error:
+            self._broken = True
+            await self._record_event("doctor_failed", {"reason": str(error)})
+            return
+        before, self._primary = self._primary, self.diagnosis.primary
+        if (before is None) != (self._primary is None) or (before is not None and self._primary is not None and before.cause != self._primary.cause):
+            await self._record_event("diagnosis", {**_told(self._primary), "step": self.diagnosis.last_step})
+
+
+def _told(primary: Finding | None) -> dict[str, str | int | float | bool | None]:
+    if primary is None:
+        return {"cause": None, "diagnosis_layer": 0, "severity": None, "summary": "nothing worse than info"}
+    return {"cause": primary.cause.value, "diagnosis_layer": primary.layer, "severity": primary.severity.value, "summary": primary.summary}

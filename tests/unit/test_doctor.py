@@ -1,0 +1,223 @@
+"""The doctor's rules on made-up runs: the right cause first, quiet where nothing is wrong, and advice that fits the layer."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from doctor_runs import MadeUpRun, healthy, rescore
+
+from orchestrator.doctor.causes import ADVICE, LAYER, LAYER_3_TOOLS, Cause
+from orchestrator.doctor.diagnosis import RULES, diagnose
+from orchestrator.doctor.findings import Severity
+from orchestrator.doctor.record import record_of_rows
+from rollout.errors import ConcordError
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("steps", [30, 120, 400])
+def test_a_healthy_run_gives_nothing_worse_than_info(seed: int, steps: int):
+    found = diagnose(healthy(seed, steps).record())
+    assert found.primary is None, found.findings[0].summary
+    assert found.untrusted == ()
+
+
+def test_entropy_that_falls_with_solved_groups_is_layer_1_and_no_alarm():
+    found = diagnose(healthy(0).record())
+    assert [(f.cause, f.layer, f.severity) for f in found.findings] == [(Cause.SOLVED, 1, Severity.INFO)]
+
+
+def known_story(run: MadeUpRun) -> None:
+    """Reward .30 -> .80, evaluation flat, length 400 -> 1,200, NaN at the end."""
+    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+    run.set("length_mean", lambda t: 400 + 800 * t)
+    run.set("reward_length_correlation", lambda t: math.nan)
+    rescore(run, lambda t: 0.3)
+    run.set("grad_norm", lambda t: math.nan, since=len(run.rows) - 1)
+    run.event("step_skipped", len(run.rows), reason="non-finite gradient (norm nan)")
+
+
+def test_the_known_story_is_layer_1_first_and_layer_3_second():
+    run = healthy(0)
+    known_story(run)
+    found = diagnose(run.record())
+    assert found.primary is not None
+    assert (found.primary.cause, found.primary.layer, found.primary.severity) == (Cause.LENGTH_REWARD, 1, Severity.CRITICAL)
+    worse = [finding for finding in found.findings if finding.severity is not Severity.INFO]
+    assert [finding.cause for finding in worse] == [Cause.LENGTH_REWARD, Cause.REWARD_DETACHED, Cause.NON_FINITE]
+    assert worse[-1].layer == 3
+    first_advice = [finding.advice.do[0] for finding in worse]
+    assert not [text for text in first_advice if "learning rate" in text or "learning_rate" in text]
+    shown = {one.series: dict(one.numbers) for one in found.primary.evidence}
+    assert shown["reward_mean"]["from"] == pytest.approx(0.3, abs=0.06)
+    assert shown["reward_mean"]["to"] == pytest.approx(0.8, abs=0.03)
+    assert shown["length_mean"]["to"] > 1100
+
+
+def _length(run: MadeUpRun) -> None:
+    run.set("length_mean", lambda t: 4 + 3 * t)
+    run.set("reward_mean", lambda t: 0.5 + 0.4 * t)
+    run.set("reward_length_correlation", lambda t: 0.4 + 0.55 * t)
+    rescore(run, lambda t: 0.5 - 0.3 * t)
+
+
+def _flip(run: MadeUpRun) -> None:
+    run.set("reward_mean", lambda t: 0.55 + 0.4 * t)
+    rescore(run, lambda t: 0.6 - 0.55 * t)
+
+
+def _easy(run: MadeUpRun) -> None:
+    run.set("all_correct_groups", lambda t: 0.97)
+    run.set("zero_variance_groups", lambda t: 0.97)
+    run.set("reward_mean", lambda t: 0.99)
+    run.set("policy_entropy", lambda t: 0.05)
+    rescore(run, lambda t: 0.5)
+
+
+def _hard(run: MadeUpRun) -> None:
+    run.set("all_wrong_groups", lambda t: 0.98)
+    run.set("zero_variance_groups", lambda t: 0.98)
+    run.set("all_correct_groups", lambda t: 0.0)
+    run.set("reward_mean", lambda t: 0.01)
+    rescore(run, lambda t: 0.01)
+
+
+def _detached(run: MadeUpRun) -> None:
+    rescore(run, lambda t: 0.45)
+
+
+def _changed(run: MadeUpRun) -> None:
+    run.events = [
+        type(e)(kind=e.kind, step=e.step, fields={**e.fields, **({"fingerprint": "other", "part_chat_template": "b"} if e.step > 60 else {})})
+        for e in run.events
+    ]
+
+
+def _checked(**fields: object) -> Callable[[MadeUpRun], None]:
+    known = {"train_prompts": 100, "duplicates": 0, "evaluation_prompts": 64, "exact": 0, "by_ngrams": 0, "overlapping": 0, "example": ""}
+    return lambda run: run.event("prompts_checked", 0, **{**known, **fields})
+
+
+def _collapse(run: MadeUpRun) -> None:
+    """The worked example: KL .193 -> .495, entropy .500 -> .199."""
+    run.set("reference_kl", lambda t: 0.193 + 0.302 * t)
+    run.set("policy_entropy", lambda t: 0.5 - 0.301 * t)
+    run.set("reward_mean", lambda t: 0.5)
+    run.set("all_correct_groups", lambda t: 0.1)
+    rescore(run, lambda t: 0.5)
+
+
+def _spike(run: MadeUpRun) -> None:
+    run.rows[-5]["grad_norm"] = 900.0
+
+
+def _block(run: MadeUpRun) -> None:
+    for block in ("layers.0", "layers.1", "head"):
+        run.blocks["block_grad_norm", block] = {int(row["step"]): 0.3 for row in run.rows}
+    run.blocks["block_grad_norm", "layers.1"][len(run.rows) - 3] = 300.0
+
+
+def _gap(cause: str) -> Callable[[MadeUpRun], None]:
+    return lambda run: run.event("consistency_finding", 20, cause=cause, replica=1, policy="e1-v20", gap_nats=0.4, explained=0.9, codes="gap_mean", detail="x")
+
+
+SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
+    Cause.EVALUATION_CHANGED: _changed,
+    Cause.TRAIN_EVAL_OVERLAP: _checked(overlapping=8, exact=8, example="12+34="),
+    Cause.DUPLICATE_PROMPTS: _checked(duplicates=30),
+    Cause.ENVIRONMENT_FAILURES: lambda run: run.end("failed:environment", 4.0),
+    Cause.REWARD_FAILURES: lambda run: run.end("failed:reward_raised", 4.0),
+    Cause.REWARD_INVERTED: _flip,
+    Cause.LENGTH_REWARD: _length,
+    Cause.EASY_PROMPTS: _easy,
+    Cause.HARD_PROMPTS: _hard,
+    Cause.REWARD_DETACHED: _detached,
+    Cause.POLICY_COLLAPSE: _collapse,
+    Cause.NON_FINITE: lambda run: run.set("loss", lambda t: math.inf, since=len(run.rows) - 2),
+    Cause.GRADIENT_SPIKE: _spike,
+    Cause.ATTENTION_LOGITS: lambda run: run.set("max_attention_logit", lambda t: 140.0, since=len(run.rows) - 3),
+    Cause.BLOCK_IMBALANCE: _block,
+    Cause.GRADIENT_COLLAPSE: lambda run: (run.set("grad_norm", lambda t: 1e-5, since=60), run.set("zero_variance_groups", lambda t: 0.2))[0],
+    **{Cause(name): _gap(name) for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")},
+    Cause.LOW_PROBABILITY_TAIL: _gap("low_probability_tail"),
+    Cause.UNKNOWN_GAP: _gap("unknown"),
+    Cause.GAP_DRIFT: lambda run: run.event("consistency_drift", 50, replica=0, detail="doubled"),
+    Cause.ROUTING_INCOMPLETE: lambda run: run.event("routing_incomplete", 50, replica=0, coverage=0.5),
+    Cause.ENGINE_FAILURES: lambda run: run.end("failed:engine", 2.0),
+    Cause.REPLICA_FAILURES: lambda run: run.event("replica_failed", 50, replica=0, reason="its engine core is dead"),
+    Cause.REWARD_WORKER: lambda run: run.end("failed:reward_worker_died", 1.0),
+    Cause.WORKER_LOST: lambda run: run.event("worker_lost", 50, worker=0, detail="killed"),
+    Cause.SLOW_REPLICA: lambda run: run.set("replica_slowness", lambda t: 3.0, since=90),
+    Cause.STALE_WORK: lambda run: run.end("rejected:stale", 8.0),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("cause", SCENARIOS, ids=str)
+def test_what_went_wrong_is_the_primary_finding(cause: Cause, seed: int):
+    run = healthy(seed)
+    SCENARIOS[cause](run)
+    found = diagnose(run.record())
+    assert found.primary is not None
+    assert (found.primary.cause, found.primary.layer) == (cause, LAYER[cause]), [f.summary for f in found.findings]
+    assert found.primary.evidence and all(one.numbers for one in found.primary.evidence)
+
+
+def test_every_cause_has_a_scenario_a_rule_and_advice():
+    assert set(RULES) == set(Cause) == set(ADVICE)
+    assert set(SCENARIOS) | {Cause.SOLVED} == set(Cause)
+    assert list(RULES) == list(Cause), "rules stand in causal order"
+    assert all(advice.do and advice.do_not for advice in ADVICE.values())
+
+
+def test_no_layer_3_tool_is_advised_for_a_layer_1_cause():
+    advised = " ".join(text for cause, advice in ADVICE.items() if LAYER[cause] == 1 for text in advice.do).lower()
+    assert not [tool for tool in LAYER_3_TOOLS if tool.lower() in advised]
+    worse = [cause for cause in Cause if LAYER[cause] == 1 and cause is not Cause.SOLVED]
+    assert not [cause for cause in worse if not any("gradient clip" in text for text in ADVICE[cause].do_not)]
+
+
+def test_disagreement_marks_ratios_untrusted_and_outranks_a_policy_finding_that_rests_on_them():
+    run = healthy(0)
+    _collapse(run)
+    _gap("precision")(run)
+    found = diagnose(run.record())
+    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [Cause.PRECISION, Cause.POLICY_COLLAPSE]
+    assert {"approx_kl", "policy_entropy", "correction_ess"} <= set(found.untrusted)
+
+
+def test_an_upstream_finding_outranks_a_downstream_one():
+    run = healthy(0)
+    _gap("weight_sync")(run)
+    _spike(run)
+    _length(run)
+    found = [finding for finding in diagnose(run.record()).findings if finding.severity is not Severity.INFO]
+    assert [finding.layer for finding in found] == sorted(finding.layer for finding in found)
+    assert found[0].cause is Cause.LENGTH_REWARD
+
+
+def test_scores_of_two_configurations_are_never_one_trend():
+    """Five good scores, then five bad ones under another template: a change of the evaluation, not a reward that came loose."""
+    run = healthy(0)
+    rescore(run, lambda t: 0.55 + 0.4 * t if t < 0.5 else 0.2)
+    _changed(run)
+    assert diagnose(run.record()).findings[0].cause is Cause.EVALUATION_CHANGED
+    assert not [f for f in diagnose(run.record()).findings if f.cause in (Cause.REWARD_INVERTED, Cause.REWARD_DETACHED)]
+
+
+def test_what_lies_long_back_is_told_as_info():
+    run = healthy(0, 400)
+    run.event("replica_failed", 20, replica=0, reason="gone")
+    found = diagnose(run.record())
+    assert found.primary is None
+    assert [f.severity for f in found.findings if f.cause is Cause.REPLICA_FAILURES] == [Severity.INFO]
+
+
+def test_a_record_without_rows_gives_no_finding():
+    assert diagnose(record_of_rows([])).findings == ()
+
+
+def test_a_column_that_is_not_declared_is_refused():
+    with pytest.raises(ConcordError, match="catalogue"):
+        healthy(0).record().column("reward")

@@ -1,0 +1,210 @@
+"""The doctor reads run directories: whole, unfinished, damaged, of another version; and looks again without reading anything twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from doctor_runs import MadeUpRun, healthy
+from typer.testing import CliRunner
+
+from orchestrator.block_signals import BlockValue
+from orchestrator.cli import app
+from orchestrator.config import RunConfig
+from orchestrator.doctor.command import examine
+from orchestrator.doctor.diagnosis import diagnose
+from orchestrator.doctor.reader import RunReader
+from orchestrator.recorder import BlockRecorder, MetricsRecorder
+from orchestrator.run_dir import RunDir, create_run_dir
+from rollout.errors import UserError
+from rollout.store.schema import FILE_NAME, open_for_writing
+
+
+class Written:
+    """A run directory with the rows of a made-up run."""
+
+    def __init__(self, tmp_path: Path, run: MadeUpRun) -> None:
+        self.run_dir: RunDir = create_run_dir(RunConfig.model_validate({"run": {"dir": str(tmp_path), "name": "run"}}), "run")
+        open_for_writing(self.run_dir.path / FILE_NAME, "process").close()
+        self.number = 0
+        self.made = run
+        self.recorder = MetricsRecorder(self.run_dir.metrics)
+
+    def rows(self, first: int, last: int) -> None:
+        for row in self.made.rows[first:last]:
+            self.event("step_committed", policy=f"e1-v{int(row['step'])}")
+            self.recorder.add(row)
+        self.recorder.flush()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.number += 1
+        self.line({"number": self.number, "at_s": 0.0, "kind": kind, **fields})
+
+    def line(self, event: dict[str, Any]) -> None:
+        with (self.run_dir.path / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def finish(self) -> None:
+        self.run_dir.summary.write_text("{}")
+
+    @property
+    def path(self) -> Path:
+        return self.run_dir.path
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path, healthy(0))
+
+
+def test_a_whole_run_is_read_without_a_remark(written: Written):
+    written.rows(0, 120)
+    written.finish()
+    record, partial = RunReader(written.path).read()
+    assert (record.steps.tolist(), partial) == (list(range(1, 121)), ())
+    assert record.column("max_attention_logit").tolist() != [-1.0] * 120, "what was not measured is a gap, not -1"
+
+
+def test_failures_are_counted_up_to_the_step_in_which_they_happened(written: Written):
+    written.rows(0, 2)
+    written.event("failed", dispatch_id="d1", reason="engine")
+    written.event("failed", dispatch_id="d2", reason="engine")
+    written.rows(2, 4)
+    written.finish()
+    record, _ = RunReader(written.path).read()
+    assert record.tally("failed:engine").tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_a_running_run_is_answered_in_part_and_says_which(written: Written):
+    written.rows(0, 50)
+    written.event("step_committed", policy="e1-v53")
+    record, partial = RunReader(written.path).read()
+    assert record.last_step == 50
+    assert any("steps 51 to 53" in one for one in partial)
+    assert any("no summary.json" in one for one in partial)
+
+
+def test_a_run_before_its_first_part_is_answered_in_part(written: Written):
+    record, partial = RunReader(written.path).read()
+    assert diagnose(record).findings == ()
+    assert any("no metric part" in one for one in partial)
+    assert any("no events.jsonl" in one for one in partial)
+
+
+def test_a_second_look_reads_only_what_is_new(written: Written):
+    written.rows(0, 50)
+    reader = RunReader(written.path)
+    assert reader.read()[0].last_step == 50
+    part = written.run_dir.metrics / "part-0.parquet"
+    part.write_bytes(b"would fail if it were read again")
+    written.event("replica_failed", replica=0, reason="gone")
+    written.rows(50, 100)
+    record, _ = reader.read()
+    assert record.last_step == 100
+    assert [event.step for event in record.of_kind("replica_failed")] == [50]
+
+
+def test_a_line_that_is_being_written_waits_for_the_next_look(written: Written):
+    reader = RunReader(written.path)
+    events = written.path / "events.jsonl"
+    events.write_text('{"number": 1, "at_s": 0, "kind": "worker_lost", "det')
+    assert reader.read()[0].events == ()
+    events.write_text('{"number": 1, "at_s": 0, "kind": "worker_lost", "detail": "killed"}\n')
+    assert [event.text("detail") for event in reader.read()[0].events] == ["killed"]
+
+
+def test_a_repeated_event_counts_once(written: Written):
+    for _ in range(2):
+        written.line({"number": 1, "at_s": 0.0, "kind": "worker_lost", "detail": "killed"})
+    assert len(RunReader(written.path).read()[0].events) == 1
+
+
+def test_of_a_step_that_was_trained_again_the_later_epoch_counts(written: Written):
+    written.recorder.add({**written.made.rows[0], "trainer_epoch": 2.0, "reward_mean": 0.9})
+    written.recorder.flush()
+    written.recorder.add({**written.made.rows[0], "trainer_epoch": 1.0, "reward_mean": 0.1})
+    written.recorder.flush()
+    assert RunReader(written.path).read()[0].column("reward_mean").tolist() == [0.9]
+
+
+def test_values_of_blocks_are_read(written: Written):
+    written.rows(0, 2)
+    blocks = BlockRecorder(written.run_dir.block_metrics)
+    blocks.add(2, [BlockValue(signal="block_grad_norm", block="head", value=3.0), BlockValue(signal="block_max_attention_logit", block="a", head=0, value=1.0)])
+    blocks.flush()
+    found = RunReader(written.path).read()[0].of_blocks("block_grad_norm")
+    assert {block: values.tolist()[1:] for block, values in found.items()} == {"head": [3.0]}
+
+
+def test_a_folder_that_is_no_run_is_refused_with_the_cure(tmp_path: Path):
+    with pytest.raises(UserError, match="give the folder that `concord run` printed"):
+        RunReader(tmp_path)
+
+
+def test_a_config_that_is_no_json_is_refused(written: Written):
+    written.run_dir.config.write_text("{")
+    with pytest.raises(UserError, match="no JSON"):
+        RunReader(written.path)
+
+
+def test_a_run_of_a_newer_format_is_refused_with_the_cure(written: Written):
+    connection = open_for_writing(written.path / FILE_NAME, "process")
+    connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
+    connection.close()
+    with pytest.raises(UserError, match=r"schema 99.*with the version that wrote it"):
+        RunReader(written.path)
+
+
+def test_columns_of_another_version_are_told_and_not_guessed(written: Written):
+    written.run_dir.metrics.mkdir(exist_ok=True)
+    table = pa.table({"step": [1.0], "trainer_epoch": [1.0], "reward_mean": [0.5], "reward_of_tomorrow": [1.0]})
+    pq.write_table(table, written.run_dir.metrics / "part-0.parquet")
+    _, partial = RunReader(written.path).read()
+    assert any("lack" in one for one in partial)
+    assert any("reward_of_tomorrow" in one for one in partial)
+
+
+def test_a_damaged_part_is_named(written: Written):
+    written.rows(0, 2)
+    (written.run_dir.metrics / "part-0.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"part-0\.parquet cannot be read"):
+        RunReader(written.path).read()
+
+
+def test_the_command_answers_with_one_json_document(written: Written):
+    written.rows(0, 120)
+    written.event("consistency_finding", cause="weight_sync", replica=1, policy="e1-v60", gap_nats=None, explained=1.0, codes="canary", detail="other bytes")
+    written.finish()
+    done = CliRunner().invoke(app, ["doctor", str(written.path), "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert (document["primary"], document["diagnosis_layer"], document["partial"]) == ("weight_sync", 4, [])
+    finding = document["findings"][0]
+    assert finding["do"] and finding["do_not"] and finding["evidence"][0]["numbers"]["largest gap in nats"] is None
+    assert "approx_kl" in document["untrusted"]
+
+
+def test_the_tables_show_evidence_advice_and_what_is_missing(written: Written):
+    written.rows(0, 50)
+    written.event("worker_lost", worker=0, detail="killed by a signal")
+    done = CliRunner().invoke(app, ["doctor", str(written.path)])
+    assert done.exit_code == 0, done.output
+    for expected in ("primary finding: worker_lost, layer 4", "partial:", "killed by a signal", "do not"):
+        assert expected in done.output
+
+
+def test_watching_prints_what_changes_and_ends_with_the_run(written: Written, capfd: pytest.CaptureFixture[str]):
+    written.rows(0, 50)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            written.rows(50, 60)
+            written.finish()
+
+    examine(written.path, json_lines=True, watch=True, wait=wait)
+    shown = [json.loads(line)["last_step"] for line in capfd.readouterr().out.splitlines()]
+    assert (shown, len(waits)) == ([50, 60], 2)

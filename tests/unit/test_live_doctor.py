@@ -1,0 +1,83 @@
+"""The doctor inside the loop: it looks every few steps, tells a new primary finding once, and its own trouble never ends the training."""
+
+import asyncio
+from typing import Any
+
+from doctor_runs import healthy
+
+from orchestrator.live_doctor import EVERY_STEPS, LiveDoctor
+from rollout.dispatch import Counts
+
+
+class Told:
+    """Run events that were recorded."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    async def record(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+        self.events.append((kind, fields))
+
+
+def test_a_healthy_loop_records_no_diagnosis():
+    told = Told()
+    doctor = LiveDoctor(told.record)
+    for row in healthy(0).rows:
+        doctor.step(row, Counts(), [])
+    asyncio.run(doctor.look())
+    assert told.events == []
+    assert doctor.columns() == {"diagnosis_layer": 0.0, "diagnosis_severity": 0.0}
+
+
+def test_a_new_primary_finding_is_told_once_and_exported():
+    told = Told()
+    doctor = LiveDoctor(told.record)
+    for row in healthy(0).rows:
+        doctor.step(row, Counts(), [])
+    doctor.event("consistency_finding", {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"})
+    asyncio.run(doctor.look())
+    asyncio.run(doctor.look())
+    assert [(kind, fields["cause"], fields["diagnosis_layer"], fields["severity"]) for kind, fields in told.events] == [
+        ("diagnosis", "version_tag", 4, "critical")
+    ]
+    assert doctor.columns() == {"diagnosis_layer": 4.0, "diagnosis_severity": 3.0}
+
+
+def test_failures_come_from_the_counts_of_the_loop():
+    told = Told()
+    doctor = LiveDoctor(told.record)
+    for index, row in enumerate(healthy(0).rows):
+        doctor.step(row, Counts(failed=(("reward_raised", 5 * index),)), [])
+    asyncio.run(doctor.look())
+    assert [fields["cause"] for _, fields in told.events] == ["reward_failures"]
+
+
+def test_it_looks_every_few_steps_by_itself():
+    told = Told()
+
+    async def main() -> None:
+        doctor = LiveDoctor(told.record)
+        task = asyncio.create_task(doctor.run())
+        for row in healthy(0).rows[: EVERY_STEPS - 1]:
+            doctor.step(row, Counts(), [])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert doctor.diagnosis is None
+        doctor.step(healthy(0).rows[EVERY_STEPS - 1], Counts(), [])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert doctor.diagnosis is not None
+        assert doctor.diagnosis.last_step == EVERY_STEPS
+        task.cancel()
+
+    asyncio.run(main())
+
+
+def test_its_own_trouble_is_told_once_and_ends_nothing():
+    told = Told()
+    doctor = LiveDoctor(told.record)
+    doctor.step({"step": 1.0}, Counts(), [])
+    doctor._rows.append({"step": float("nan")})
+    asyncio.run(doctor.look())
+    asyncio.run(doctor.look())
+    assert [kind for kind, _ in told.events] == ["doctor_failed"]
