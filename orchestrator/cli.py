@@ -124,6 +124,17 @@ def doctor(
     examine(run_dir, json_lines=as_json, watch=watch)
 
 
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, also while it runs.")]) -> None:
+    """Write RUN/report.html, one file that loads nothing from outside."""
+    from orchestrator.report.make import make_report
+
+    made = make_report(run_dir)
+    for note in made.notes:
+        typer.secho(note, fg="yellow", err=True)
+    typer.echo(made.path)
+
+
 app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 

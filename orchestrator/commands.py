@@ -16,8 +16,8 @@ from orchestrator.launch import Inputs, check_inputs, execute
 from orchestrator.progress import Reporter, reporter_for_stdout
 from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
 from orchestrator.show import show_summary
-from orchestrator.stopping import interruptible
-from rollout.errors import ConcordError, UserError
+from orchestrator.stopping import Stopped, interruptible
+from rollout.errors import ConcordError, UserError, boundary
 from rollout.rewards.registry import build_reward
 from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
 
@@ -56,12 +56,26 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
     try:
         with contextlib.closing(reporter):
             summary = execute(config, run, inputs, reporter, exporter)
-    except (ConcordError, KeyboardInterrupt):
+    except (ConcordError, KeyboardInterrupt) as error:
+        if not isinstance(error, Stopped | KeyboardInterrupt):
+            _report(run, reporter)
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
+    _report(run, reporter)
     show_summary(run, summary)
     if summary["version"] != config.run.steps:
         reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
+
+
+def _report(run: RunDir, reporter: Reporter) -> None:
+    """Make the page for people; a run does not fail for want of it."""
+    from orchestrator.report.make import make_report
+
+    try:
+        with boundary(ConcordError, "drawing"):
+            reporter.say(f"report: {make_report(run.path).path}")
+    except ConcordError as error:
+        reporter.say(f"there is no report: {error}; make it later with: concord report {run.path}")
 
 
 @interruptible()

@@ -12,6 +12,7 @@ from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines
 from orchestrator.deadlines import Progress, within
 from orchestrator.exporter import Exporter
+from orchestrator.histogram_parts import HistogramRecorder
 from orchestrator.live_signals import LiveSignals
 from orchestrator.loop import Loop, Opening
 from orchestrator.memory import PeakMemory
@@ -182,6 +183,7 @@ async def _observe(
     config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, exporter: Exporter | None
 ) -> dict[str, object]:
     recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
+    histograms = HistogramRecorder(run.histograms, loop.accounts.distributions)
     observing = None if exporter is None else _observing(run, loop, reporter, exporter, LiveSignals(config, loop, signals, memory))
 
     def on_step(done: StepDone) -> None:
@@ -190,6 +192,7 @@ async def _observe(
         of_blocks = block_values(done.report)
         blocks.add(done.report.policy.version, of_blocks)
         loop.doctor.step(row, loop.book.counts, of_blocks)
+        histograms.add(done.report.policy.version)
         reporter.step(row, config.run.steps)
         if observing is not None:
             observing.step(done, row)
@@ -206,6 +209,7 @@ async def _observe(
             task.cancel()
         recorder.flush()
         blocks.flush()
+        histograms.flush()
     await loop.doctor.look()
     loop.book.counts = await fleet.store.counts()
     if observing is not None:

@@ -23,7 +23,7 @@ BLOCK_SCHEMA: Any = arrow.schema(
 _LABELS = {metric.column: metric.label_names for metric in BLOCK_CATALOGUE}
 
 
-class _Parts:
+class Parts:
     """Files `part-N.parquet` of one folder, each complete or absent; numbers go on where they are."""
 
     def __init__(self, directory: Path, schema: Any) -> None:  # noqa: ANN401
@@ -46,7 +46,7 @@ class MetricsRecorder:
     """Buffers rows and writes a part every `rows_per_part` steps and at the end."""
 
     def __init__(self, directory: Path, rows_per_part: int = 50) -> None:
-        self._parts = _Parts(directory, SCHEMA)
+        self._parts = Parts(directory, SCHEMA)
         self._rows_per_part = rows_per_part
         self._rows: list[Mapping[str, float]] = []
 
@@ -75,7 +75,7 @@ class BlockRecorder:
     """Buffers the values of blocks and writes a part every `steps_per_part` steps and at the end."""
 
     def __init__(self, directory: Path, steps_per_part: int = 50) -> None:
-        self._parts = _Parts(directory, BLOCK_SCHEMA)
+        self._parts = Parts(directory, BLOCK_SCHEMA)
         self._steps_per_part = steps_per_part
         self._rows: list[Mapping[str, object]] = []
         self._steps = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orchestrator.config import RunConfig, parse_config
 from rollout.errors import UserError
+from rollout.store.journal import FILE_NAME as EVENTS_FILE
 from rollout.weights import PolicyVersion
 
 
@@ -58,6 +59,21 @@ class RunDir:
     def gradloc(self) -> Path:
         """One file a step whose gradient was searched."""
         return self.path / "gradloc"
+
+    @property
+    def histograms(self) -> Path:
+        """Parquet parts: values by bucket of some steps."""
+        return self.path / "histograms"
+
+    @property
+    def events(self) -> Path:
+        """The numbered events of the store, one JSON object a line."""
+        return self.path / EVENTS_FILE
+
+    @property
+    def report(self) -> Path:
+        """The run's page for people."""
+        return self.path / "report.html"
 
     @property
     def stacks(self) -> Path:
@@ -129,14 +145,18 @@ def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     """The directory of an existing run, and its config after `overrides`.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, another version of Concord wrote it, or an override does not fit.
     """
     run = RunDir(path.absolute())
     try:
         document = json.loads(run.config.read_text())
     except (OSError, json.JSONDecodeError) as cause:
         raise UserError(f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` printed") from cause
-    return run, parse_config(document, str(run.config), overrides)
+    try:
+        config = parse_config(document, str(run.config))
+    except UserError as cause:
+        raise UserError(f"another version of Concord wrote {path}, or its config was edited; open it with the version that wrote it\n{cause}") from cause
+    return run, parse_config(document, str(run.config), overrides) if overrides else config
 
 
 def prune_weights(run: RunDir, keep: Iterable[PolicyVersion]) -> None:

@@ -13,7 +13,7 @@ from rollout.store.journal import FILE_NAME as EVENTS_FILE
 from rollout.store.journal import EventKind, Journal
 from rollout.store.records import compact_json, quoted
 from rollout.store.schema import FILE_NAME, Durability, open_for_writing, store_errors
-from rollout.store.tally import Slot, Tally
+from rollout.store.tally import Slot, Tally, count_slots
 
 
 class Row(NamedTuple):
@@ -97,7 +97,7 @@ class Database:
         with store_errors(f"opening {run_dir / EVENTS_FILE}"):
             self._journal = Journal(run_dir / EVENTS_FILE)
             self.epoch = self._stored_epoch()
-            self._tally = Tally(self._slots())
+            self._tally = Tally(count_slots(self.connection))
             self._journal.export(self.connection, [])
 
     @contextmanager
@@ -142,7 +142,7 @@ class Database:
         """Take epoch and counts from the tables."""
         with store_errors(f"reading {self.path}"):
             self.epoch = self._stored_epoch()
-            self._tally = Tally(self._slots())
+            self._tally = Tally(count_slots(self.connection))
 
     def counts(self) -> Counts:
         """The counts kept in memory."""
@@ -151,7 +151,7 @@ class Database:
     def recount(self) -> Counts:
         """The counts made anew from the tables."""
         with store_errors(f"reading {self.path}"):
-            return Tally(self._slots()).counts()
+            return Tally(count_slots(self.connection)).counts()
 
     def close(self) -> None:
         """Fold the log into the database and close everything."""
@@ -175,10 +175,6 @@ class Database:
         """One more than any number that was ever seen: the export may know more than a database that lost power."""
         newest = self.connection.execute("SELECT max(number) FROM events").fetchone()[0] or 0
         return max(newest, self._journal.exported) + 1
-
-    def _slots(self) -> dict[Slot, int]:
-        sql = "SELECT state, CASE state WHEN 'leased' THEN step_version END AS step, reason, count(*) FROM dispatches GROUP BY state, step, reason"
-        return {Slot(DispatchState(state), step, reason): count for state, step, reason, count in self.connection.execute(sql)}
 
 
 def _rest(fields: dict[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""A read-only look at the store of a running or finished run, for `concord explain` and for audits. It changes nothing and needs no epoch."""
+"""A read-only look at the store of a running or finished run, for `concord explain`, reports and audits. It changes nothing and needs no epoch."""
 
 import json
 import sqlite3
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.codec import decode
-from rollout.dispatch import Dispatch, DispatchState, LedgerEntry, StepCommit
+from rollout.dispatch import Counts, Dispatch, DispatchState, LedgerEntry, StepCommit
 from rollout.store.records import DISPATCH_COLUMNS, compact_json, dispatch_of
 from rollout.store.schema import FILE_NAME, open_for_reading, store_errors
 from rollout.store.segments import DIRECTORY, Place, SegmentReader
+from rollout.store.tally import Tally, count_slots
 from rollout.trajectory import Annotation, TrajectoryGroup
 from rollout.weights import PolicyVersion
 
@@ -78,6 +79,11 @@ class StoreReader:
         """What later rooms found about a group, oldest first."""
         sql = "SELECT kind, payload FROM annotations JOIN dispatches USING (sequence) WHERE dispatch_id = ? ORDER BY number"
         return tuple(Annotation(dispatch_id=group_id, kind=kind, payload=payload) for kind, payload in self._all(sql, (group_id,)))
+
+    def counts(self) -> Counts:
+        """Where all dispatches are."""
+        with store_errors("reading the store"):
+            return Tally(count_slots(self._connection)).counts()
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """The committed versions of the lineage, in order."""

@@ -1,5 +1,6 @@
 """How many dispatches are where, kept as each one moves; the tables remain the authority and can be counted anew at any time."""
 
+import sqlite3
 from collections import Counter
 from typing import NamedTuple
 
@@ -49,3 +50,9 @@ class Tally:
             rejected=by_reason(DispatchState.REJECTED),
             failed=by_reason(DispatchState.FAILED),
         )
+
+
+def count_slots(connection: sqlite3.Connection) -> dict[Slot, int]:
+    """The tables' own count."""
+    sql = "SELECT state, CASE state WHEN 'leased' THEN step_version END AS step, reason, count(*) FROM dispatches GROUP BY state, step, reason"
+    return {Slot(DispatchState(state), step, reason): count for state, step, reason, count in connection.execute(sql)}

@@ -97,6 +97,8 @@ def test_the_run_directory_is_complete_and_nothing_in_it_is_half_written(finishe
         "checkpoints",
         "metrics",
         "block_metrics",
+        "histograms",
+        "report.html",
         "summary.json",
     }
     assert [path for path in run.rglob("*") if path.name.endswith(".tmp")] == []

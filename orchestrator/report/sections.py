@@ -1,0 +1,137 @@
+"""What a report says, section by section, from a run's record."""
+
+from orchestrator.histogram_parts import Histograms
+from orchestrator.report.attribution import attributed, waterfall
+from orchestrator.report.distributions import ratio_figure, staleness_figure
+from orchestrator.report.drawing import bin_size
+from orchestrator.report.page import Page, Section, Tile, table_of
+from orchestrator.report.record import RunRecord
+from orchestrator.report.timeline import MOST_LINES, timeline
+from orchestrator.report.work import endings, endings_figure, phases_figure
+
+
+def page_of(record: RunRecord) -> Page:
+    """The page of a run."""
+    return Page(
+        name=record.name,
+        what=_what(record),
+        tiles=_tiles(record),
+        notes=record.notes,
+        rows=(
+            (timeline_section(record),),
+            (staleness_section(record.histograms, record.config.staleness.max_staleness), ratio_section(record)),
+            (attribution_section(record),),
+            (phases_section(record), dispatches_section(record)),
+        ),
+    )
+
+
+def _what(record: RunRecord) -> str:
+    config = record.config
+    model = getattr(config.model, "path", None)
+    return (
+        f"{config.engine.replicas} x {config.engine.type} and {config.trainer.ranks} trainer rank(s); model {model or config.model.type}; environment "
+        f"{config.environment.type}; {config.run.batch_groups} groups of {config.run.group_size} a step; at most {config.staleness.max_staleness} steps of "
+        f"staleness, policy {config.staleness.policy}; consistency {config.consistency.mode}"
+    )
+
+
+def _tiles(record: RunRecord) -> tuple[Tile, ...]:
+    rows, counts = record.rows, record.counts
+    if not len(rows):
+        return (Tile("steps", f"0 of {record.config.run.steps}"),)
+    seconds = float(rows["step_seconds"].sum())
+    tokens = float((rows["tokens_per_second"] * rows["step_seconds"]).sum())
+    return (
+        Tile("steps", f"{rows.last_step} of {record.config.run.steps}"),
+        Tile("reward, first step and last ten", f"{rows['reward_mean'][0]:.3g} → {rows['reward_moving_10'][-1]:.3g}"),
+        Tile("trained tokens a second", f"{tokens / seconds:,.0f}"),
+        Tile("time in steps", _duration(seconds)),
+        Tile("oldest trained token, steps", f"{rows['token_staleness_max'].max():.0f}"),
+        Tile("engines busy", f"{rows['engine_busy'][-1]:.0%}"),
+        Tile("trainer busy", f"{rows['trainer_busy'][-1]:.0%}"),
+        *((Tile("dispatches", f"{counts.total:,}"),) if counts is not None else ()),
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def timeline_section(record: RunRecord) -> Section:
+    """The four curves with their marks."""
+    size = bin_size(len(record.rows))
+    shared = f" A point stands for {size} steps: their mean, and for the gradient norm their largest." if size > 1 else ""
+    crowded = f" Only the first {MOST_LINES} events are drawn through the curves." if len(record.events) > MOST_LINES else ""
+    intro = (
+        "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause what is below. Ticks: a version reached "
+        f"the engines. Diamonds and dotted lines: events, in the colour of their layer.{shared}{crowded}"
+    )
+    return Section(key="timeline", title="Timeline", intro=intro, figures=(timeline(record),))
+
+
+def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
+    """How old tokens were."""
+    figure = staleness_figure(histograms, max_staleness)
+    if figure is None:
+        return Section(key="staleness", title="Staleness", intro="No trained token was counted: there is nothing in histograms/ yet.")
+    intro = f"Steps between the version that sampled a token and the trainer's when it trained on it. The limit of this run is {max_staleness}."
+    return Section(key="staleness", title="Staleness", intro=intro, figures=(figure,))
+
+
+def ratio_section(record: RunRecord) -> Section:
+    """How far importance ratios are from 1, and whose doing that is."""
+    figure = ratio_figure(record.histograms)
+    if figure is None:
+        return Section(key="ratios", title="Importance ratios", intro="No ratio was counted: there is nothing in histograms/ yet.")
+    apart = " Staleness and engine are told apart in mode gate only; this run shows the total." if record.config.consistency.mode != "gate" else ""
+    return Section(
+        key="ratios",
+        title="Importance ratios",
+        intro=f"Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a narrow peak at 1.{apart}",
+        figures=(figure,),
+    )
+
+
+def attribution_section(record: RunRecord) -> Section:
+    """Why engine and trainer differ."""
+    title, findings = "Attribution of the engine's gap", record.events_of("consistency_finding")
+    found = attributed(findings)
+    if found:
+        worst = "; ".join(f"replica {each.replica}, {each.policy}: {each.gap:.3g} nats" for each in found)
+        intro = f"Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual recomputation ({worst})."
+        return Section(key="attribution", title=title, intro=intro, figures=tuple(waterfall(each) for each in found))
+    if findings:
+        causes = ", ".join(sorted({str(event.fields.get("cause")) for event in findings}))
+        return Section(key="attribution", title=title, intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.")
+    if record.config.consistency.mode == "off":
+        return Section(key="attribution", title=title, intro="The consistency service was off: nothing was recomputed, so nothing can be said.")
+    audited = record.rows["consistency_audited_groups"][-1] if len(record.rows) else 0
+    return Section(key="attribution", title=title, intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.")
+
+
+def phases_section(record: RunRecord) -> Section:
+    """Where time goes."""
+    figure = phases_figure(record.rows)
+    if figure is None:
+        return Section(key="phases", title="Phases of a step", intro="No step is on disk yet.")
+    rows = record.rows
+    share = float(rows["step_wait_seconds"].sum() / rows["step_seconds"].sum())
+    intro = f"The trainer waited for a batch in {share:.0%} of the time: much of it means that the engines are the bottleneck."
+    return Section(key="phases", title="Phases of a step", intro=intro, figures=(figure,))
+
+
+def dispatches_section(record: RunRecord) -> Section:
+    """What became of every attempt."""
+    title = "Accounting of dispatches"
+    if record.counts is None:
+        return Section(key="dispatches", title=title, intro="The store of this run cannot be read.")
+    found = endings(record.counts)
+    total = record.counts.total
+    intro = f"{total:,} dispatches = {' + '.join(f'{each.groups:,} {each.name}' for each in found)}. Each ends once."
+    rows = [(each.name, f"{each.groups:,}", f"{each.groups / total:.1%}" if total else "") for each in found]
+    return Section(key="dispatches", title=title, intro=intro, figures=(endings_figure(found),), table=table_of(("ending", "groups", "share"), rows))
+
+

@@ -1,0 +1,202 @@
+"""The four curves, one a layer of diagnosis, above each other on one axis of steps, with versions and events below and through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from orchestrator.layers import LAYERS
+from orchestrator.metric_parts import MetricRows
+from orchestrator.report.drawing import PALE_INK, Figure, Series, Trace, axis, bin_size, caption, fields_text, layout_of, numbers, plain, thinned
+from orchestrator.report.record import RunEvent, RunRecord
+from rollout.store.journal import EventKind
+
+MOST_LINES = 60
+"""Events that are drawn through the panels; further ones are in the strip below only."""
+LOG_SPAN = 100.0
+"""A curve whose largest value is this many times its median is drawn on a logarithmic axis."""
+LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "evaluation": 1}
+"""Events of the run are of layer 4 unless said here, or unless they name their own layer."""
+BACKGROUND = (EventKind.STEP_COMMITTED, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED, EventKind.STEP_TAKEN_BACK, "consistency_baseline")
+"""Events that are no marks of their own: the axis, the ticks of versions, and what belongs to a resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a panel."""
+
+    column: str
+    name: str
+    bold: bool = True
+    largest: bool = False
+    """Where steps share a point, it is the largest of them instead of their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn for a layer."""
+
+    layer: int
+    unit: str
+    curves: tuple[Curve, ...]
+
+
+PANELS = (
+    Panel(1, "reward", (Curve("reward_mean", "reward", bold=False), Curve("reward_moving_10", "mean of ten steps"))),
+    Panel(2, "nats", (Curve("approx_kl", "KL of the update", bold=False), Curve("policy_entropy", "entropy"))),
+    Panel(3, "norm", (Curve("grad_norm", "gradient norm before the clip", largest=True),)),
+    Panel(4, "nats", (Curve("abs_rollout_difference_mean", "|trainer - rollout|", bold=False), Curve("consistency_gap_mean", "engine's share, audited"))),
+)
+TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
+"""Upper and lower end of each panel, as shares of the height; the strip of marks lies below them."""
+
+
+def timeline(record: RunRecord) -> Figure:
+    """The figure; with no steps on disk its panels are empty."""
+    rows = record.rows
+    size = bin_size(len(rows))
+    steps = thinned(rows["step"], size, lambda block: float(block[-1]))
+    traces: list[Trace] = []
+    axes: dict[str, object] = {}
+    captions: list[dict[str, object]] = []
+    for number, (panel, (top, bottom)) in enumerate(zip(PANELS, TOPS, strict=True), 1):
+        layer = LAYERS[panel.layer]
+        traces += [_curve(curve, layer.colour, steps, _values(rows, curve, size), f"y{number}") for curve in panel.curves]
+        names = ", ".join(f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in panel.curves)
+        captions.append(caption(f"<b>{layer.number} {layer.name}</b>: {names}", top, layer.colour))
+        axes[f"yaxis{number}"] = axis(panel.unit, domain=[bottom, top], **_scale(rows, panel))
+    marks = [event for event in record.events if event.kind not in BACKGROUND and not _is_start(event)]
+    traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_marks(marks), *_scores(record.events_of("evaluation"))]
+    strip = {"domain": [0.0, 0.05], "tickvals": [0, 1], "ticktext": ["versions", "events"], "range": [-0.6, 1.6], "showgrid": False, "fixedrange": True}
+    first = float(rows["step"][0]) if len(rows) else 0.0
+    reach = max([float(rows.last_step), 1.0, *(event.step for event in record.events)])
+    layout = layout_of(
+        760,
+        **axes,
+        yaxis5={**axis(), **strip},
+        xaxis=axis("step (= policy version after it)", anchor="y5", range=[min(first - 1.0, 0.0), reach * 1.01]),
+        annotations=captions,
+        shapes=[_line(event) for event in _spread(marks)],
+        hovermode="closest",
+    )
+    return Figure(key="timeline", traces=traces, layout=layout)
+
+
+def _values(rows: MetricRows, curve: Curve, size: int) -> Series:
+    return thinned(rows[curve.column], size, lambda block: float(block.max() if curve.largest else block.mean()))
+
+
+def _curve(curve: Curve, colour: str, steps: Series, values: Series, y: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(steps) > 1 else "markers",
+        "name": curve.name,
+        "x": numbers(steps),
+        "y": numbers(values),
+        "yaxis": y,
+        "line": {"color": colour, "width": 2.2 if curve.bold else 1.0},
+        "opacity": 1.0 if curve.bold else 0.55,
+        "hovertemplate": "step %{x}: %{y:.4g}<extra>" + curve.name + "</extra>",
+    }
+
+
+def _scale(rows: MetricRows, panel: Panel) -> dict[str, object]:
+    values = np.concatenate([rows[curve.column] for curve in panel.curves])
+    positive = values[np.isfinite(values) & (values > 0)]
+    wide = len(panel.curves) == 1 and len(positive) and positive.max() > LOG_SPAN * np.median(positive)
+    return {"type": "log"} if wide else {"rangemode": "tozero"}
+
+
+def _is_start(event: RunEvent) -> bool:
+    """The opening of a run is no event to look at; that of a resume is."""
+    return event.kind == EventKind.EPOCH_OPENED and event.fields.get("trainer_epoch") == 1
+
+
+def label_of(event: RunEvent) -> str:
+    """The kind, in words."""
+    return "resumed" if event.kind == EventKind.EPOCH_OPENED else event.kind.replace("_", " ")
+
+
+def layer_of(event: RunEvent) -> int:
+    """Where to look first."""
+    told = event.fields.get("layer", event.fields.get("diagnosis_layer"))
+    return told if isinstance(told, int) and told in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
+
+
+def _versions(events: Sequence[RunEvent]) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [round(event.step, 3) for event in events],
+        "y": [0] * len(events),
+        "yaxis": "y5",
+        "text": [f"{shown_policy(event)} is in the engines" for event in events],
+        "marker": {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": PALE_INK}},
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
+def shown_policy(event: RunEvent) -> str:
+    """Of an event that names one."""
+    return plain(str(event.fields.get("policy", "")))
+
+
+def _marks(events: Sequence[RunEvent]) -> list[Trace]:
+    by_layer = {number: list(group) for number, group in groupby(sorted(events, key=layer_of), layer_of)}
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [round(event.step, 3) for event in of_layer],
+            "y": [1] * len(of_layer),
+            "yaxis": "y5",
+            "text": [_told(event) for event in of_layer],
+            "marker": {"symbol": "diamond", "size": 9, "color": LAYERS[number].colour},
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        for number, of_layer in by_layer.items()
+    ]
+
+
+def _told(event: RunEvent) -> str:
+    text = plain(fields_text(event.fields))
+    lines = [text[i : i + 60] for i in range(0, min(len(text), 240), 60)]
+    return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.step:.1f}", *lines])
+
+
+def _scores(events: Sequence[RunEvent]) -> list[Trace]:
+    """Evaluation scores as points of the first panel: one trace a fingerprint, and a line only between scores of the same one."""
+    scored = [event for event in events if isinstance(event.fields.get("score"), int | float)]
+    by_print: dict[str, list[RunEvent]] = {}
+    for event in scored:
+        by_print.setdefault(str(event.fields.get("fingerprint", "")), []).append(event)
+    symbols = ("circle", "square", "triangle-up", "cross", "x", "star")
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": "evaluation",
+            "x": [round(event.step, 3) for event in group],
+            "y": [event.fields["score"] for event in group],
+            "yaxis": "y1",
+            "text": [_told(event) for event in group],
+            "line": {"color": "#111111", "width": 1, "dash": "dot"},
+            "marker": {"symbol": symbols[index % len(symbols)], "size": 7, "color": "#111111"},
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        for index, group in enumerate(by_print.values())
+    ]
+
+
+def _spread(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
+    """At most so many that the curves can be seen between them."""
+    return [event for event in events if event.kind != "evaluation"][:MOST_LINES]
+
+
+def _line(event: RunEvent) -> dict[str, object]:
+    style = {"color": LAYERS[layer_of(event)].colour, "width": 1, "dash": "dot"}
+    ends = {"x0": event.step, "x1": event.step, "y0": 0.06, "y1": 1.0}
+    return {"type": "line", "xref": "x", "yref": "paper", **ends, "line": style, "opacity": 0.45, "layer": "below"}
+
+

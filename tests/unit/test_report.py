@@ -1,0 +1,210 @@
+"""The report: what it reads back from a run directory, what it draws of it, and what it says where something is missing."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from plotly import graph_objects
+from pyarrow import parquet
+from report_room import plant_event, plant_gap, plant_histograms, scripted_run
+
+from orchestrator.histogram_parts import read_histograms
+from orchestrator.metric_parts import read_rows
+from orchestrator.metrics import COLUMNS
+from orchestrator.report.attribution import attributed
+from orchestrator.report.distributions import ratio_labels, whole_numbers
+from orchestrator.report.drawing import MOST_POINTS, bin_size, thinned
+from orchestrator.report.make import make_report
+from orchestrator.report.page import Page
+from orchestrator.report.record import read_record
+from orchestrator.report.sections import page_of
+from orchestrator.report.timeline import PANELS
+from orchestrator.run_dir import RunDir
+from rollout.errors import UserError
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return scripted_run(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture
+def run(finished: RunDir, tmp_path: Path) -> RunDir:
+    """A copy to be spoilt."""
+    shutil.copytree(finished.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def figures_of(page: Page) -> dict[str, Any]:
+    return {figure.key: figure for row in page.rows for section in row for figure in section.figures}
+
+
+def text_of(run: RunDir) -> str:
+    """The page without plotly's own code."""
+    return re.sub(r"<script>/\*.*?</script>", "", make_report(run.path).path.read_text(), flags=re.DOTALL)
+
+
+def test_a_finished_run_is_read_whole_and_lacks_nothing(finished: RunDir):
+    record = read_record(finished.path)
+    assert record.notes == ()
+    assert record.rows["step"].tolist() == list(range(1, STEPS + 1))
+    assert record.counts is not None and record.counts.trained == STEPS * 3
+    assert not [event for event in record.events if event.kind in ("dispatched", "ready", "leased", "settled", "rejected")]
+
+
+def test_every_figure_is_one_that_plotly_accepts(run: RunDir):
+    plant_gap(run, 5, routing=0.02, unknown=0.001)
+    plant_event(run, "evaluation", 6, score=0.5, fingerprint="a")
+    plant_histograms(run)
+    figures = figures_of(page_of(read_record(run.path)))
+    assert figures.keys() == {"timeline", "staleness", "ratios", "attribution-0", "phases", "dispatches"}
+    for figure in figures.values():
+        graph_objects.Figure(figure.spec())
+
+
+def test_the_curves_are_one_panel_a_layer_and_hold_the_values_of_the_parts(finished: RunDir):
+    record = read_record(finished.path)
+    assert [panel.layer for panel in PANELS] == [1, 2, 3, 4]
+    traces = figures_of(page_of(record))["timeline"].traces
+    norm = next(trace for trace in traces if trace.get("yaxis") == "y3")
+    assert norm["x"] == list(range(1, STEPS + 1))
+    assert norm["y"] == pytest.approx(record.rows["grad_norm"].tolist(), rel=1e-5)
+
+
+def test_an_event_lies_where_it_happened_between_the_steps(run: RunDir):
+    plant_event(run, "replica_failed", 7, replica=0, reason="gone")
+    found = read_record(run.path).events_of("replica_failed")
+    assert [round(event.step, 6) for event in found] == [7.5]
+
+
+def test_a_version_that_the_engines_took_over_is_a_tick(finished: RunDir):
+    record = read_record(finished.path)
+    committed = record.events_of("version_committed")
+    ticks = next(trace for trace in figures_of(page_of(record))["timeline"].traces if trace["yaxis"] == "y5")
+    assert len(committed) > 2
+    assert len(ticks["x"]) == len(committed)
+
+
+def test_text_of_the_run_cannot_become_markup(run: RunDir):
+    plant_event(run, "replica_failed", 7, reason="</script><script>alert(1)</script>")
+    text = text_of(run)
+    assert "alert(1)" in text
+    assert "<script>alert" not in text and "</script><script>alert" not in text
+
+
+def test_what_became_of_every_dispatch_adds_up_to_all_of_them(finished: RunDir):
+    record = read_record(finished.path)
+    assert record.counts is not None
+    bars = figures_of(page_of(record))["dispatches"].traces[0]
+    assert sum(bars["x"]) == record.counts.total > STEPS * 3
+
+
+def test_counts_on_disk_are_those_of_the_run_and_add_up_over_parts(finished: RunDir):
+    histograms = read_histograms(finished.histograms)
+    of_lengths = histograms.of("response_length_tokens")[""]
+    assert of_lengths.sum() == STEPS * 3 * 2
+    assert histograms.uppers("response_length_tokens")[-1] == float("inf")
+    shutil.copy(finished.histograms / "part-0.parquet", finished.histograms / "part-1.parquet")
+    try:
+        assert read_histograms(finished.histograms).of("response_length_tokens")[""].sum() == 2 * of_lengths.sum()
+    finally:
+        (finished.histograms / "part-1.parquet").unlink()
+
+
+def test_parts_of_a_waterfall_and_what_is_left_are_those_of_the_largest_gap(run: RunDir):
+    plant_gap(run, 3, precision=0.001)
+    plant_gap(run, 5, routing=0.02, precision=0.005, unknown=0.001)
+    (found,) = attributed(read_record(run.path).events_of("consistency_finding"))
+    assert (found.parts, found.unknown, found.policy) == ((("routing", 0.02), ("precision", 0.005)), 0.001, "e1-v5")
+    assert found.gap == pytest.approx(0.026)
+
+
+def test_steps_that_a_resume_took_back_do_not_count(tmp_path: Path):
+    rows = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)]
+    table = pa.table({name: [float({"step": s, "trainer_epoch": e}.get(name, s + 10 * e)) for e, s in rows] for name in COLUMNS})
+    parquet.write_table(table, tmp_path / "part-0.parquet")
+    found = read_rows(tmp_path)
+    assert found["step"].tolist() == [1, 2, 3]
+    assert found["loss"].tolist() == [11, 12, 23]
+
+
+def test_a_run_that_still_goes_on_is_marked_partial(run: RunDir):
+    run.summary.unlink()
+    (note,) = read_record(run.path).notes
+    assert note.startswith(f"partial, up to step {STEPS} of {STEPS}: the run is still going, or an error ended it")
+    assert note in text_of(run)
+
+
+def test_a_run_before_its_first_part_has_a_page_that_says_so(run: RunDir):
+    run.summary.unlink()
+    shutil.rmtree(run.metrics)
+    shutil.rmtree(run.histograms)
+    text = text_of(run)
+    assert "partial: no step is on disk yet" in text
+    assert "No step is on disk yet." in text
+
+
+def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_shown(run: RunDir):
+    (run.metrics / "part-1.parquet").write_bytes(b"PAR1 half a part")
+    record = read_record(run.path)
+    assert len(record.rows) == STEPS
+    assert any(note.startswith("part-1.parquet of the metric parts cannot be read, its steps are missing") for note in record.notes)
+
+
+def test_missing_files_are_named_and_the_rest_is_shown(run: RunDir):
+    run.events.unlink()
+    for path in run.path.glob("store.sqlite*"):
+        path.unlink()
+    notes = read_record(run.path).notes
+    assert any("events.jsonl is missing" in note for note in notes)
+    assert any("the accounting of dispatches is missing" in note for note in notes)
+    assert "The store of this run cannot be read." in text_of(run)
+
+
+def test_lines_that_are_no_events_are_counted_and_a_last_line_that_is_being_written_is_not(run: RunDir):
+    with run.events.open("a") as file:
+        file.write('not json\n{"kind": "x"}\n{"number": 9')
+    assert "2 lines of events.jsonl are no events and are left out" in read_record(run.path).notes
+
+
+def test_columns_of_a_newer_version_are_named(run: RunDir):
+    path = run.metrics / "part-0.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(table.append_column("brilliance", pa.array([1.0] * table.num_rows)).drop_columns(["loss"]), path)
+    record = read_record(run.path)
+    assert any("does not know, and that are not shown: brilliance" in note for note in record.notes)
+    assert np.isnan(record.rows["loss"]).all()
+
+
+def test_a_config_of_another_version_is_refused_with_the_cure(run: RunDir):
+    document = json.loads(run.config.read_text())
+    document["telepathy"] = {}
+    run.config.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"another version of Concord wrote .*open it with the version that wrote it"):
+        make_report(run.path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="is not a run directory"):
+        make_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_series_is_thinned_to_means_that_skip_what_was_not_measured():
+    assert bin_size(MOST_POINTS) == 1
+    assert bin_size(MOST_POINTS + 1) == 2
+    values = np.array([1.0, 3.0, np.nan, 4.0, np.nan, np.nan, 7.0])
+    found = thinned(values, 2, lambda block: float(block.mean()))
+    assert np.array_equal(found, [2.0, 4.0, np.nan, 7.0], equal_nan=True)
+
+
+def test_buckets_have_readable_names():
+    assert whole_numbers((0.0, 1.0, 3.0, float("inf"))) == ["0", "1", "2-3", "above 3"]
+    assert ratio_labels((float(np.log(0.5)), 0.0, float(np.log(2)), float("inf"))) == ["to 0.5", "0.5-1.000", "1.000-2", "above 2"]
