@@ -100,7 +100,7 @@ def audit(pairs: int, steps: int) -> dict[str, Any]:
                     "consistency.mode": mode, "trainer.checkpoint.every_steps": 1000,
                 }
             )  # fmt: skip
-            seconds[mode].append(run.kind_cpu_s_per_step(("TrainerActor", "EngineActor"), 10, steps))
+            seconds[mode].append(run.kind_cpu_s_per_step(("TrainerActor", "EngineActor"), steps // 2, steps))
         growth.append(seconds["audit"][-1] / seconds["off"][-1] - 1.0)
     spread = statistics.stdev(growth) / len(growth) ** 0.5 if len(growth) > 1 else None
     means = {"growth_mean": statistics.fmean(growth), "growth_median": statistics.median(growth), "standard_error": spread}
@@ -110,7 +110,7 @@ def audit(pairs: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
-    arguments.add_argument("--steps", type=int, default=60, help="steps of each run of the audit's comparison")
+    arguments.add_argument("--steps", type=int, default=200, help="steps of each run of the audit's comparison; its second half counts, when the service has long started")
     arguments.add_argument("--only", choices=("gate", "audit"), default=None)
     chosen = arguments.parse_args()
     parts = {"gate": lambda: gate(chosen.pairs), "audit": lambda: audit(chosen.pairs, chosen.steps)}

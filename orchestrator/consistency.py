@@ -38,6 +38,8 @@ MAX_GROUPS = 16
 """Groups of one call."""
 MAX_WAITING = 64
 """Groups that mode `audit` keeps waiting; the oldest beyond it are let go, and counted."""
+BASELINE_GROUPS = 4
+"""Groups of a replica without a baseline that mode `audit` keeps waiting besides its share: a sample to start from, not all that comes meanwhile."""
 MAX_LOST = 3
 """Service actors in a row that may die or hang before the run ends with the reason."""
 
@@ -109,15 +111,20 @@ class Consistency:
         self.take(book.pool.ready.values())
 
     def take(self, headers: Iterable[GroupHeader]) -> None:
-        """Groups became ready: choose those to audit. In mode `audit`, a share by a hash of the dispatch, and every replica until its baseline is known."""
+        """Groups became ready: choose those to audit. In mode `audit`, a share by a hash of the dispatch, and some of a replica without a baseline."""
         for header in headers:
-            if self.gates or self._baselines.get(header.replica) is None or _share(self._seed, header.dispatch_id) < self._config.audit_fraction:
+            if self.gates or _share(self._seed, header.dispatch_id) < self._config.audit_fraction or self._wants_baseline(header.replica):
                 self._waiting[header.dispatch_id] = header
                 self._since.setdefault(header.dispatch_id, time.monotonic())
         while not self.gates and len(self._waiting) > MAX_WAITING:
             self._forget(self._waiting.popitem(last=False)[0])
             self.sums.skipped += 1
         self._bell.set()
+
+    def _wants_baseline(self, replica: int) -> bool:
+        if self._baselines.get(replica) is not None:
+            return False
+        return sum(header.replica == replica for header in self._waiting.values()) < BASELINE_GROUPS
 
     def baseline_multiple(self, gap: ReplicaGap) -> float | None:
         """A gap over the replica's own when the run began."""
