@@ -110,7 +110,7 @@ def audit(pairs: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
-    arguments.add_argument("--steps", type=int, default=200, help="steps of each run of the audit's comparison; its second half counts, when the service has long started")
+    arguments.add_argument("--steps", type=int, default=200, help="steps of each run of `audit`; its second half counts, when the service has long started")
     arguments.add_argument("--only", choices=("gate", "audit"), default=None)
     chosen = arguments.parse_args()
     parts = {"gate": lambda: gate(chosen.pairs), "audit": lambda: audit(chosen.pairs, chosen.steps)}
