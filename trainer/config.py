@@ -167,6 +167,15 @@ class AdaGCConfig(ClipSection):
 ClipConfig = Annotated[GlobalClipConfig | LayerClipConfig | ZClipConfig | AdaGCConfig, Field(discriminator="type")]
 
 
+class QkClipConfig(Section):
+    """After the step, query and key weights of heads with larger attention logits than `threshold` are scaled down; not for models with QK-norm."""
+
+    enabled: bool = False
+    """Measure the logits, export them, and clip."""
+    threshold: PositiveFloat = 100.0
+    """Attention logit that the largest one of a head is brought down to."""
+
+
 class OptimizerConfig(Section):
     """AdamW, or Muon for the matrices of transformer blocks and AdamW for the rest, behind a gradient clip."""
 
@@ -190,6 +199,7 @@ class OptimizerConfig(Section):
     """Factor of the learning rate for a matrix. match_rms: 0.2 sqrt(max(rows, columns)), with which AdamW's rate fits; original:
     sqrt(max(1, rows / columns))."""
     clip: ClipConfig = GlobalClipConfig()
+    qk_clip: QkClipConfig = QkClipConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
@@ -199,6 +209,17 @@ class OptimizerConfig(Section):
         if given and self.type != "muon":
             raise ValueError(f'got {given[0]} with type = "adamw", which has none; set trainer.optimizer.type = "muon" or leave it out')
         return self
+
+
+class ProbesConfig(Section):
+    """Values of each block in `block_metrics/` besides norms and clips, which are always there. Each has its cost (docs/gradloc.md)."""
+
+    update_ratio: bool = False
+    """Norm of the step's change of the block's weights over their norm; one more copy of this rank's weights during the update."""
+    activations: bool = False
+    """Root mean square and kurtosis of what the block hands on."""
+    router_load: bool = False
+    """How the experts of a mixture share the tokens: the busiest one's load over the mean, and the entropy of the shares."""
 
 
 class CheckpointConfig(Section):
@@ -237,6 +258,7 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gradloc: GradLocConfig = GradLocConfig()
+    probes: ProbesConfig = ProbesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scripted_step_s: NonNegativeFloat = 0.0
     """Seconds of one step of the scripted trainer."""
@@ -247,6 +269,9 @@ class TrainerConfig(Section):
             raise ValueError('got trainer.scripted_step_s with trainer.type = "fsdp"; set trainer.type = "scripted" or leave it out')
         if self.replay_routing and self.type == "scripted":
             raise ValueError('got trainer.replay_routing = true with trainer.type = "scripted", which has no forward pass; set trainer.type = "fsdp"')
+        asked = [f"probes.{name}" for name, on in self.probes if on] + ["optimizer.qk_clip.enabled"] * self.optimizer.qk_clip.enabled
+        if asked and self.type == "scripted":
+            raise ValueError(f'got trainer.{asked[0]} = true with trainer.type = "scripted", which has no model; set trainer.type = "fsdp" or leave it out')
         return self
 
 

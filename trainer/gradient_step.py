@@ -23,7 +23,9 @@ from trainer.ranks import Ranks
 from trainer.stability.config import GradLocConfig
 from trainer.stability.evidence import Acted, GradLocEvidence
 from trainer.stability.gradient_probe import TokenLoss, draws_random_numbers
+from trainer.stability.probes import Probed
 from trainer.stability.random_states import RandomState
+from trainer.stability.step_watch import HeadLogits, StepWatch
 from trainer.types import MicroBatch
 
 TOTALS = (*SUMS, "routing_expected", "routing_replayed")
@@ -55,6 +57,9 @@ class GradientReport:
     """Of the gradient search, where one took place."""
     removed: Mapping[str, int]
     """Trajectory -> terms that left the loss because of it, over all ranks."""
+    probes: tuple[Probed, ...]
+    attention_logits: HeadLogits
+    """Before the heads were scaled."""
 
 
 class GradientStep:
@@ -67,12 +72,14 @@ class GradientStep:
         optimizer: PolicyOptimizer,
         ranks: Ranks,
         *,
+        watch: StepWatch,
         replay: BatchReplay | None = None,
         gradloc: GradLocConfig,
         dtype: torch.dtype,
     ) -> None:
         """`dtype` is that of the forward and backward pass."""
-        self._model, self._loss, self._optimizer, self._ranks, self._replay = model, loss, optimizer, ranks, replay
+        self._model, self._loss, self._optimizer, self._ranks = model, loss, optimizer, ranks
+        self._watch, self._replay = watch, replay
         self._random = draws_random_numbers(model)
         self.search = GradientSearch(gradloc, model, loss, ranks, context=self._context, dtype=dtype) if gradloc.enabled else None
 
@@ -89,11 +96,16 @@ class GradientStep:
         found = None if self.search is None or not batch.num_tokens else self._searched(self.search, attempt, batch, audited)
         attempt, evidence, removed = (attempt, None, {}) if found is None else (found.attempt, found.evidence, found.removed)
         clock.end("gradloc")
-        optimizer = self._end(step, attempt, _refusal(attempt, evidence))
+        with self._watch.updating():
+            optimizer = self._end(step, attempt, _refusal(attempt, evidence))
+            attention_logits = self._watch.clip_heads(applied=optimizer.applied)
+        probes = self._watch.take()
         if self.search is not None:
             self._remember(self.search, found, attempt, batch, applied=not optimizer.skipped)
         clock.end("optimizer")
-        return GradientReport(totals=attempt.totals, optimizer=optimizer, evidence=evidence, removed=removed)
+        return GradientReport(
+            totals=attempt.totals, optimizer=optimizer, evidence=evidence, removed=removed, probes=probes, attention_logits=attention_logits
+        )
 
     def _attempt(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Attempt:
         """Add the gradients of this rank's micro-batches to what is there, and measure the whole."""
@@ -103,7 +115,8 @@ class GradientStep:
             if self._random:
                 random_states.append(RandomState.take(self._ranks.device))
             with self._context(micro) as (expected, replayed):
-                loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
+                with self._watch.forward(micro):
+                    loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
                 loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums += torch.cat((added, added.new_tensor((expected, replayed))))
         totals: list[float] = cast(Any, self._ranks.sum(sums)).tolist()

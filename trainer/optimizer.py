@@ -49,6 +49,11 @@ class OptimizerReport:
     block_thresholds: tuple[tuple[str, float | None], ...]
     """Norm at which `clip` clips each block; None where it has none of its own, or none yet. Empty where nothing was applied."""
 
+    @property
+    def applied(self) -> bool:
+        """Whether the weights moved."""
+        return bool(self.block_scales)
+
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step` (from 1): a linear warm-up, then the schedule down to its final fraction at `total_steps`."""

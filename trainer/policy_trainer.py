@@ -38,6 +38,7 @@ from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
 from trainer.stability.evidence import Quarantined
 from trainer.stability.quarantine import quarantined
+from trainer.stability.step_watch import StepWatch
 from trainer.types import MicroBatch, StepReport, StepRequest
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ class PolicyTrainer:
             replay = BatchReplay(self._model) if config.replay_routing else None
             self._algorithm = build_algorithm(config.algorithm)
             loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
-            self._optimizer = PolicyOptimizer(named_blocks(self._model), config.optimizer, self._ranks, total_steps)
+            blocks = named_blocks(self._model)
+            self._optimizer = PolicyOptimizer(blocks, config.optimizer, self._ranks, total_steps)
+            watch = StepWatch(config, self._model, blocks, self._ranks)
             self._gradient = GradientStep(
-                self._model, loss, self._optimizer, self._ranks, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]
+                self._model, loss, self._optimizer, self._ranks, watch=watch, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]
             )
             self._publisher = Publisher(
                 self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
@@ -227,6 +230,8 @@ def _report(
         reward_parts=batch.reward_parts,
         reference_kls=tuple((estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference),
         log_ratios=log_ratios(sums, batch.old_logprob_source),
+        probes=done.probes,
+        attention_logits=done.attention_logits,
         routing_replayed_fraction=replayed / expected if expected else 0.0,
         routing_fallback_fraction=(expected - replayed) / expected if expected else 0.0,
     )

@@ -88,6 +88,15 @@ def block_norms(tensors: Sequence[Sequence[Tensor]], device: torch.device) -> tu
     return tuple(math.sqrt(square) for square in cast(list[float], cast(Any, total).tolist()))
 
 
+def num_replicas(parameter: nn.Parameter, world: int) -> int:
+    """Ranks of `world` that hold the same part of a parameter: all of them unless it is sharded."""
+    if not isinstance(parameter, DTensor):
+        return world
+    mesh: Any = parameter.device_mesh
+    shards = math.prod(mesh.size(dimension) for dimension, placement in enumerate(parameter.placements) if placement.is_shard())
+    return world // shards
+
+
 def _new(module: nn.Module, taken: set[int]) -> tuple[nn.Parameter, ...]:
     found = tuple(parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in taken)
     taken.update(id(parameter) for parameter in module.parameters())

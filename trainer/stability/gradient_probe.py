@@ -14,13 +14,12 @@ from typing import Any, Protocol, Self, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rollout.errors import UserError
 from trainer.policy_loss import LossTokens, loss_tokens
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks, local_tensor, reshard
-from trainer.stability.blocks import named_blocks
+from trainer.stability.blocks import named_blocks, num_replicas
 from trainer.stability.random_states import RandomState
 from trainer.stability.step_terms import StepTerms, Terms
 from trainer.stability.term_rows import Pass, RowsConfig, num_passes, rank_passes
@@ -77,7 +76,7 @@ class GradientProbe:
         self._blocks = named_blocks(model)
         self._parameters = [parameter for block in self._blocks for parameter in block.parameters]
         self._block_of = np.repeat(np.arange(len(self._blocks)), [len(block.parameters) for block in self._blocks])
-        self._replicas = np.array([_num_replicas(parameter, ranks.world) for parameter in self._parameters])
+        self._replicas = np.array([num_replicas(parameter, ranks.world) for parameter in self._parameters])
         random = draws_random_numbers(model)
         if random and len(step.random_states) != len(step.micro_batches):
             raise UserError(
@@ -240,12 +239,3 @@ def draws_random_numbers(model: nn.Module) -> bool:
         if module.training
         for name in rates
     )
-
-
-def _num_replicas(parameter: nn.Parameter, world: int) -> int:
-    """Ranks that hold the same part of a parameter: all of them unless it is sharded."""
-    if not isinstance(parameter, DTensor):
-        return world
-    mesh: Any = parameter.device_mesh
-    shards = math.prod(mesh.size(dimension) for dimension, placement in enumerate(parameter.placements) if placement.is_shard())
-    return world // shards

@@ -34,6 +34,9 @@ class QkClip:
     def __init__(self, model: PolicyModel, max_logit: float = 100.0) -> None:
         """Find the attention of every block.
 
+        Args:
+            max_logit: what the largest logit of a head is brought down to.
+
         Raises:
             UserError: the model normalizes queries or keys, or has no separate projections of the two.
         """
@@ -74,11 +77,15 @@ class QkClip:
         finally:
             config._attn_implementation = before
 
+    def forget(self) -> None:
+        """Drop what was recorded: its step was not applied."""
+        self._largest = {}
+
     def apply(self) -> Mapping[str, tuple[float, ...]]:
         """Scale the weights by what was recorded since the last call, and forget it. Collective when the model is sharded.
 
         Returns:
-            Block's attention -> [heads] largest logit before the scaling, over all ranks.
+            Block -> [heads] largest logit before the scaling, over all ranks.
 
         Raises:
             ConcordError: nothing was recorded.
@@ -126,17 +133,17 @@ def largest_logits(query: Tensor, key: Tensor, scaling: float, lengths: Sequence
 
 
 def _attentions(model: PolicyModel) -> dict[str, nn.Module]:
-    """The attention of each block by its path."""
+    """The attention of each block, by the block's path."""
     found: dict[str, nn.Module] = {}
     for block_path, block in model.named_blocks().items():
         inner = {name: module for name, module in modules_of(block) if hasattr(module, "q_proj") and hasattr(module, "k_proj")}
         if len(inner) != 1:
             raise UserError(f"{model.architecture}: {block_path} has {len(inner)} modules with q_proj and k_proj, expected 1; leave QK-Clip off for it")
-        name, module = next(iter(inner.items()))
+        module = next(iter(inner.values()))
         norm = next((norm for norm in _QK_NORMS if getattr(module, norm, None) is not None), "")
         if norm:
             raise UserError(f"{model.architecture} has QK-norm ({norm}): it undoes every scaling of query and key weights, so QK-Clip is void; leave it off")
-        found[f"{block_path}.{name}"] = module
+        found[block_path] = module
     return found
 
 
