@@ -17,13 +17,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from rollout.errors import UserError
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import GradientProbe, StepData, TokenLoss
+from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import EXPLAINED, Outcome, SearchLimits, StepSearch
 from trainer.stability.step_terms import RankTerms, StepTerms, Terms, rank_terms, step_terms
 from trainer.stability.thresholds import set_threshold
@@ -122,7 +122,7 @@ class GradLoc:
         step: StepData,
         *,
         suspects: Sequence[TermPlace] = (),
-        part_norms: NDArray[np.float64] | None = None,
+        part_norms: PartNorms | None = None,
         signs: StepSigns = _NO_SIGNS,
     ) -> GradLocReport | None:
         """Search the step if its norm asks for it; None where nothing does. Collective; after the last backward and before any clip.
@@ -130,7 +130,7 @@ class GradLoc:
         Args:
             grad_norm: global L2 norm of the step's gradient, the same on all ranks.
             suspects: of this rank.
-            part_norms: [M, W] norm of each rank's part of each micro-batch, where a reduce-scatter hook has them; saves their passes.
+            part_norms: where they recorded every micro-batch; they save the passes over micro-batches and ranks.
 
         Raises:
             UserError: the budget is below the number of micro-batches; or the model has dropout and the step's random states are not there.
@@ -229,14 +229,15 @@ class GradLoc:
         limits: SearchLimits,
         step: StepData,
         suspects: Sequence[TermPlace],
-        part_norms: NDArray[np.float64] | None,
+        part_norms: PartNorms | None,
     ) -> GradLocReport:
         start = perf_counter()
         table, places = self._gathered(step.micro_batches, suspects)
+        known = None if part_norms is None else part_norms.values(len(step.micro_batches))
         probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences)
         with probe:
             searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
-            found = searched.run(places, part_norms, only_suspects=trigger == "suspects")
+            found = searched.run(places, known, only_suspects=trigger == "suspects")
         forwarded = self._ranks.sum(torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device))
         return GradLocReport(
             outcome=found.outcome,

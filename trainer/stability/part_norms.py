@@ -1,0 +1,72 @@
+"""The norm of each rank's part of each micro-batch, taken while backward has it whole, so that a search needs no pass for it. Layer 3 of diagnosis.
+
+Backward leaves the gradient of this rank and this micro-batch on the gathered parameter, for the moment before FSDP2 reduces and scatters it; a hook on the
+parameter reads it there. That holds on any number of ranks, one included. It knows no search and no loss.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from rollout.errors import ConcordError
+from trainer.ranks import Ranks
+
+
+class PartNorms:
+    """One rank's part; silent outside `recording`."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        """Hook every parameter of a sharded model, in its first forward pass: only there are they gathered."""
+        self._ranks = ranks
+        self._hooked: dict[int, Tensor] = {}
+        self._seen: list[Tensor] | None = None
+        self._squares: dict[int, Tensor] = {}
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                handles = list[RemovableHandle]()
+                handles.append(unit.register_forward_pre_hook(partial(self._find, handles)))
+
+    @contextmanager
+    def recording(self, micro_batch: int) -> Generator[None]:
+        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first."""
+        self._seen = []
+        try:
+            yield
+            norms = torch.stack(self._seen) if self._seen else torch.zeros(1, device=self._ranks.device)
+            self._squares[micro_batch] = norms.double().square().sum()
+        finally:
+            self._seen = None
+
+    def values(self, num_micro_batches: int) -> NDArray[np.float64]:
+        """[M, W] norms of the step's first M micro-batches. Collective.
+
+        Raises:
+            ConcordError: one of them was not recorded.
+        """
+        missing = sorted(set(range(num_micro_batches)) - self._squares.keys())
+        if missing:
+            raise ConcordError(f"got no gradient of micro-batch {missing[0]}; run its backward pass inside `recording`")
+        table = torch.zeros((num_micro_batches, self._ranks.world), dtype=torch.float64, device=self._ranks.device)
+        table[:, self._ranks.rank] = torch.stack([self._squares[number] for number in range(num_micro_batches)])
+        return cast(Any, self._ranks.sum(table)).sqrt().cpu().numpy()
+
+    def _find(self, handles: list[RemovableHandle], unit: nn.Module, _args: object) -> None:
+        """The unit's parameters are gathered now, and the objects stay the same from here on."""
+        for parameter in unit.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
+                self._hooked[id(parameter)] = parameter
+                parameter.register_post_accumulate_grad_hook(self._see)
+        handles.pop().remove()
+
+    def _see(self, parameter: Tensor) -> None:
+        if self._seen is not None and parameter.grad is not None:
+            self._seen.append(cast(Tensor, cast(Any, torch.linalg).vector_norm(parameter.grad, dtype=torch.float32)))
