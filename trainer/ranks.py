@@ -95,13 +95,18 @@ def shard_model(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> PolicyM
     # The root is used again at once in backward; a frozen model has none and would stay gathered.
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard and frozen)
-    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    for unit in units:
-        # Each unit has its own setting; the root's does not reach the others.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     register_fsdp_forward_method(model, "head_gap")
     return model
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Gradients of a sharded model are summed over ranks, not averaged: so token gradients are additive, whatever the number of ranks."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # Each unit has its own setting; the root's does not reach the others.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(model: nn.Module) -> None:
