@@ -1,0 +1,199 @@
+"""Planted spikes of known size at random places, and what the search says about them. Every function runs on all ranks alike."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from gradloc_planted import on_policy, places, plant, random_step, run_step, small_model, spiking_loss
+
+from trainer.policy_loss import PolicyLoss
+from trainer.policy_model import PolicyModel
+from trainer.ranks import Ranks
+from trainer.stability import GradLoc, GradLocConfig, GradLocReport
+from trainer.stability.config import GivenTau
+from trainer.stability.gradloc import TermPlace
+from trainer.stability.part_norms import PartNorms
+from trainer.stability.thresholds import published_passes
+from trainer.types import MicroBatch
+
+TAU_MULTIPLE = 3.0
+"""The step's threshold over the norm of its healthy gradient."""
+SMALLEST, LARGEST = 30.0, 1e4
+"""Sizes of spikes over the step's threshold."""
+CASES_A_STEP = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Room:
+    """A model on this rank, and what watches it."""
+
+    ranks: Ranks
+    model: PolicyModel
+    loss: PolicyLoss
+    norms: PartNorms
+    rng: np.random.Generator
+    """The same on all ranks."""
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """A healthy step, and its threshold."""
+
+    rows: tuple[MicroBatch, ...]
+    tau: float
+    threshold: float
+    longest: int
+    """Terms of the part of a rank and micro-batch that has most."""
+
+
+Spot = tuple[int, tuple[int, int, int]]
+"""Rank, and (micro-batch, row, position) there; the second is right on that rank only."""
+
+
+def room(ranks: Ranks, moe: bool, micro_batches: int) -> Room:
+    torch.set_num_threads(1)
+    model = small_model(ranks, moe=moe)
+    rng = np.random.default_rng((moe, micro_batches, ranks.world))
+    return Room(ranks=ranks, model=model, loss=spiking_loss(), norms=PartNorms(model, ranks), rng=rng, micro_batches=micro_batches)
+
+
+def healthy_steps(at: Room) -> Iterator[Step]:
+    """New rows for every `CASES_A_STEP` cases."""
+    number = 0
+    while True:
+        width = int(at.rng.integers(12, 41))
+        drawn = random_step(1000 * number + at.ranks.rank, micro_batches=at.micro_batches, rows=2, width=width, denominator=at.ranks.world)
+        rows = on_policy(at.model, at.ranks, drawn)
+        ran = run_step(at.model, at.loss, at.ranks, rows)
+        square = math.sqrt(total(at.ranks, ran.weight_square))
+        tau = TAU_MULTIPLE * ran.norm / square
+        longest = torch.tensor([float(max(int(micro.loss_mask.sum()) for micro in rows)) if r == at.ranks.rank else 0.0 for r in range(at.ranks.world)])
+        step = Step(rows=rows, tau=tau, threshold=tau * square, longest=int(at.ranks.sum(longest).max()))
+        yield from [step] * CASES_A_STEP
+        number += 1
+
+
+def total(ranks: Ranks, value: float) -> float:
+    return float(ranks.sum(torch.tensor([value], dtype=torch.float64)).item())
+
+
+def spot(at: Room, step: Step) -> Spot:
+    """A random term of a random rank."""
+    rank, share = int(at.rng.integers(at.ranks.world)), at.rng.random()
+    every = places(step.rows)
+    return rank, every[int(share * len(every))]
+
+
+def planted(at: Room, step: Step, rows: Sequence[MicroBatch], where: Spot) -> tuple[MicroBatch, ...]:
+    """`rows` with the term at `where` scaled so that its gradient is a random multiple of the step's threshold."""
+    rank, place = where
+    alone = [replace(micro, loss_mask=np.zeros_like(micro.loss_mask)) for micro in step.rows[:1]]
+    if rank == at.ranks.rank:
+        mask = np.zeros_like(step.rows[place[0]].loss_mask)
+        mask[place[1], place[2]] = True
+        alone = [replace(step.rows[place[0]], loss_mask=mask)]
+    size = float(np.exp(at.rng.uniform(np.log(SMALLEST), np.log(LARGEST))))
+    norm = run_step(at.model, at.loss, at.ranks, alone).norm
+    return plant(rows, place, size * step.threshold / norm) if rank == at.ranks.rank else tuple(rows)
+
+
+def searched(at: Room, step: Step, rows: Sequence[MicroBatch], *, savings: bool = True, suspects: Sequence[Spot] = ()) -> GradLocReport | None:
+    """One step on `rows` and what a search finds in it."""
+    config = GradLocConfig(threshold=GivenTau(tau=step.tau), budget_passes=200, subtract=savings, cut_sequences=savings)
+    gradloc = GradLoc(config, at.model, at.loss, at.ranks)
+    ran = run_step(at.model, at.loss, at.ranks, rows, at.norms)
+    mine = [TermPlace(micro_batch=m, row=r, position=p) for rank, (m, r, p) in suspects if rank == at.ranks.rank]
+    return gradloc.observe(ran.norm, ran.data, suspects=mine, part_norms=at.norms if savings else None)
+
+
+def exact(at: Room, report: GradLocReport | None, spots: Sequence[Spot]) -> bool:
+    """Whether the report says `located` and names these terms and no other. Each rank knows its own."""
+    if report is None or report.outcome != "located":
+        return False
+    mine = {place for rank, place in spots if rank == at.ranks.rank}
+    found = {(hit.micro_batch, hit.row, hit.position) for hit in report.hits if hit.rank == at.ranks.rank}
+    return total(at.ranks, float(mine != found)) == 0
+
+
+def all_cases(ranks: Ranks, count: int) -> dict[str, dict[str, Any]]:
+    """`count` single spikes, a fifth of that in pairs and diffuse steps, and as many healthy steps, over dense and MoE, one and four micro-batches.
+
+    Counts are sums; what ends in "at most" is the worst.
+    """
+    kinds = {"single": (single_spikes, count), "two": (two_spikes, count // 5), "healthy": (healthy_batches, count), "diffuse": (diffuse_batches, count // 5)}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (work, number) in kinds.items():
+        answers = [work(ranks, moe, micro_batches, math.ceil(number / 4)) for moe in (False, True) for micro_batches in (1, 4)]
+        found[name] = merged(answers)
+    return found
+
+
+def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums, and of what ends in "at most" the largest."""
+    keys = dict.fromkeys(key for answer in answers for key in answer)
+    return {key: (max if key.endswith("at most") else sum)(answer[key] for answer in answers if key in answer) for key in keys}
+
+
+def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+    """One spike a step; every fifth also without savings and with a right suspect."""
+    at, seen = room(ranks, moe, micro_batches), Counter[str]()
+    over: dict[str, list[int]] = {"savings": [], "published": [], "suspect": []}
+    for case, step in zip(range(count), healthy_steps(at), strict=False):
+        where = spot(at, step)
+        rows = planted(at, step, step.rows, where)
+        levels = math.ceil(math.log2(step.longest))
+        tries = [("savings", {}, levels + 2)]
+        if case % 5 == 0:
+            tries.append(("published", {"savings": False}, published_passes(micro_batches, ranks.world, step.longest) + 1))
+            tries.append(("suspect", {"suspects": [where]}, 2))
+        for name, settings, bound in tries:
+            report = searched(at, step, rows, **settings)
+            seen[f"{name} cases"] += 1
+            seen[f"{name} exact"] += exact(at, report, [where])
+            over[name].append(0 if report is None else report.passes - bound)
+    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items() if each}}
+
+
+def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+    """Two spikes a step, anywhere."""
+    at, seen, over = room(ranks, moe, micro_batches), Counter[str](cases=0, exact=0), list[int]()
+    for _, step in zip(range(count), healthy_steps(at), strict=False):
+        first, second = spot(at, step), spot(at, step)
+        while first == second:
+            second = spot(at, step)
+        rows = planted(at, step, planted(at, step, step.rows, first), second)
+        report = searched(at, step, rows)
+        seen["cases"] += 1
+        seen["exact"] += exact(at, report, [first, second])
+        over.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
+    return {**seen, "passes over the bound, at most": max(over)}
+
+
+def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+    """A stream of healthy steps under the default thresholds."""
+    at, seen = room(ranks, moe, micro_batches), Counter[str](cases=0, searches=0, located=0)
+    gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks)
+    for case in range(count):
+        drawn = random_step(1000 * case + ranks.rank, micro_batches=micro_batches, rows=2, width=int(at.rng.integers(12, 41)), denominator=ranks.world)
+        ran = run_step(at.model, at.loss, ranks, on_policy(at.model, ranks, drawn))
+        report = gradloc.observe(ran.norm, ran.data)
+        seen["cases"] += 1
+        seen["searches"] += report is not None
+        seen["located"] += report is not None and report.outcome == "located"
+    return dict(seen)
+
+
+def diffuse_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+    """Steps whose every term is scaled by 100."""
+    at, seen = room(ranks, moe, micro_batches), Counter[str](cases=0, located=0)
+    for _, step in zip(range(count), healthy_steps(at), strict=False):
+        rows = [replace(micro, rollout_logprobs=np.where(micro.loss_mask, np.float32(100), micro.rollout_logprobs)) for micro in step.rows]
+        report = searched(at, step, rows)
+        seen["cases"] += 1
+        seen[str(report.outcome) if report is not None else "no search"] += 1
+    return dict(seen)
