@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.dispatch import Dispatch
 from rollout.episode_worker import Outcome
+from rollout.evaluation.evaluator import EvaluationReport
 from rollout.generation import PauseMode
 from rollout.protocols import EngineLoad, Store
 from rollout.tokenizer_agreement import TokenizerIdentity
@@ -135,6 +136,30 @@ class AuditorPort(Protocol):
         ...
 
 
+class EvaluatorPort(Protocol):
+    """One incarnation of the evaluation actor. Raises ProcessLostError when its process is gone."""
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        """From now on, evaluations on `slot` go to this engine."""
+        ...
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        """Score what replica `slot` serves on the held-out prompts; see `rollout.evaluation.evaluator`."""
+        ...
+
+    async def kill(self) -> None:
+        """End it; never raises for one that is already gone."""
+        ...
+
+
+class Connects(Protocol):
+    """Whatever is told of every engine replica that serves."""
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        """See `WorkerPort.connect`."""
+        ...
+
+
 class Fleet(Protocol):
     """All actors of a run."""
 
@@ -158,6 +183,10 @@ class Fleet(Protocol):
 
     async def new_auditor(self, index: int) -> AuditorPort:
         """A new incarnation of a consistency service actor, ready for work."""
+        ...
+
+    async def new_evaluator(self) -> EvaluatorPort:
+        """A new incarnation of the evaluation actor, ready for work."""
         ...
 
     async def processes(self) -> Mapping[str, int]:

@@ -11,6 +11,7 @@ from actors.calls import call, kill
 from actors.consistency_service import ConsistencyActor, RayAuditor
 from actors.engine_actor import MAX_CONCURRENT_CALLS, EngineActor, RayEnginePort
 from actors.episode_actor import EpisodeActor, RayWorkerPort
+from actors.evaluation_actor import EvaluationActor, RayEvaluator
 from actors.reward_actor import RewardActor
 from actors.spec import FleetSpec
 from actors.store_actor import RemoteStore, StoreActor
@@ -34,6 +35,7 @@ class RayFleet:
         self._engines: dict[int, RayEnginePort] = {}
         self._workers: dict[int, RayWorkerPort] = {}
         self._auditors: dict[int, RayAuditor] = {}
+        self._evaluator: RayEvaluator | None = None
         self._pids: dict[str, tuple[Any, int]] = {}
 
     def _new_ranks(self) -> list[Any]:
@@ -79,6 +81,13 @@ class RayFleet:
         await call(handle.pid.remote(), f"consistency service {index}")
         return self._auditors[index]
 
+    async def new_evaluator(self) -> RayEvaluator:
+        """A new incarnation of the evaluation actor."""
+        handle: Any = EvaluationActor.options(**self._small).remote(self._spec)
+        self._evaluator = RayEvaluator(handle)
+        await call(handle.pid.remote(), "the evaluation")
+        return self._evaluator
+
     async def processes(self) -> Mapping[str, int]:
         """Process id by actor name; asked once an incarnation."""
         handles: dict[str, Any] = {"store": self._store_handle}
@@ -87,6 +96,7 @@ class RayFleet:
         handles |= {f"engine-{slot}": port.handle for slot, port in self._engines.items()}
         handles |= {f"episodes-{index}": port.handle for index, port in self._workers.items()}
         handles |= {f"consistency-{index}": port.handle for index, port in self._auditors.items()}
+        handles |= {"evaluation": self._evaluator.handle} if self._evaluator is not None else {}
         new = {name: handle for name, handle in handles.items() if self._pids.get(name, (None, 0))[0] is not handle}
         await asyncio.gather(*(self._ask_pid(name, handle) for name, handle in new.items()))
         return {"driver": os.getpid(), **{name: pid for name, (_, pid) in self._pids.items()}}
@@ -114,6 +124,8 @@ class RayFleet:
                 group.create_task(self._stop(port))
         for handle in [*(p.handle for p in self._workers.values()), *(p.handle for p in self._auditors.values()), *self._rewards, *self.trainer.ranks]:
             kill(handle)
+        if self._evaluator is not None:
+            kill(self._evaluator.handle)
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await self.store.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from actors.config import ClusterConfig
 from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
+from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.config import FaultsConfig
 from trainer.config import TrainerConfig, WeightsConfig
 from trainer.consistency.config import ConsistencyConfig
@@ -33,4 +34,5 @@ class FleetSpec:
     cluster: ClusterConfig
     consistency: ConsistencyConfig
     max_staleness: int
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

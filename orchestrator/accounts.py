@@ -92,6 +92,8 @@ class Accounts:
         self.retried = 0
         self.distributions = Distributions()
         self.speeds = ReplicaSpeeds()
+        self.prompts: deque[str] = deque(maxlen=64)
+        """Of the newest trained groups."""
         self._order: dict[str, GroupHeader | None] = {}
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
@@ -127,6 +129,7 @@ class Accounts:
         """A step was applied."""
         for header in batch:
             self.trained.add(header)
+            self.prompts.append(header.prompt_id)
         facts = step_facts(batch, report, request)
         self.staleness.add(facts.staleness_mean * facts.num_sampled, facts.num_sampled)
         self.staleness_max = max(self.staleness_max, facts.staleness_max)

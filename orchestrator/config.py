@@ -28,6 +28,7 @@ from rollout.config import (
     returns_routing,
 )
 from rollout.errors import UserError
+from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
@@ -118,6 +119,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     consistency: ConsistencyConfig = ConsistencyConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     exporter: ExporterConfig = ExporterConfig()
@@ -156,7 +158,21 @@ class RunConfig(Section):
         check_faults(self.faults, self._fault_surroundings())
         self._check_consistency()
         self._check_routing_replay()
+        self._check_evaluation()
         return self
+
+    def _check_evaluation(self) -> None:
+        if not self.evaluation.every_steps:
+            return
+        if self.run.deterministic:
+            raise ValueError(
+                "got evaluation.every_steps with run.deterministic = true: evaluations share the engine's batches at times that the clock chooses; set "
+                "evaluation.every_steps = 0, or run.deterministic = false"
+            )
+        if self.environment.type == "jsonl" and self.evaluation.path is None:
+            raise ValueError('got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of held-out prompts')
+        if self.environment.type != "jsonl" and self.evaluation.path is not None:
+            raise ValueError(f"got evaluation.path with environment.type = {self.environment.type!r}, which holds prompts out by itself; leave it out")
 
     def _check_routing_replay(self) -> None:
         if not self.trainer.replay_routing:

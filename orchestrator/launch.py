@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from actors.ports import Fleet
@@ -31,6 +31,9 @@ from orchestrator.training import StepDone
 from rollout.dispatch import LedgerEntry, RejectReason
 from rollout.environments.registry import build_source
 from rollout.errors import UserError
+from rollout.evaluation.overlap import NGRAM, PromptCheck, check_prompts
+from rollout.evaluation.prompts import held_out_prompts
+from rollout.prompts import PromptCursor
 from rollout.protocols import PromptSource, Recovery
 from rollout.rewards.registry import needs_answer
 from rollout.tokenizer import load_tokenizer
@@ -48,6 +51,8 @@ class Inputs:
     source: PromptSource
     tokenizer: TokenizerIdentity
     """The trainer's, which every replica must share."""
+    prompts: PromptCheck | None = None
+    """Duplicates and overlap of the run's prompts; None: not checked."""
 
 
 def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
@@ -68,7 +73,26 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     max_context = wanted or facts.max_context
     if max_context is None:
         raise UserError(f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len")
-    return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)))
+    prompts = checked_prompts(config, source)
+    return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)), prompts=prompts)
+
+
+def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:
+    """Look for duplicates among the training prompts, and for held-out prompts among them.
+
+    Raises:
+        UserError: more of the held-out prompts are also trained on than `evaluation.max_overlap` allows.
+    """
+    evaluation = config.evaluation
+    held_out = held_out_prompts(config.environment, evaluation, config.run.seed, needs_answer(config.reward))
+    check = check_prompts(source.draw(PromptCursor(), source.size)[0], held_out)
+    if check.overlap > evaluation.max_overlap:
+        raise UserError(
+            f"{check.overlapping} of {check.evaluation_prompts} held-out prompts are also training prompts ({check.exact} exactly, {check.by_ngrams} by a run "
+            f"of {NGRAM} words), for example {check.example!r}; expected a share of at most evaluation.max_overlap = {evaluation.max_overlap:g}: take them out "
+            "of the training prompts, or raise evaluation.max_overlap"
+        )
+    return check
 
 
 def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> dict[str, object]:
@@ -100,6 +124,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         cluster=config.cluster,
         consistency=config.consistency,
         max_staleness=config.staleness.max_staleness,
+        evaluation=config.evaluation,
         faults=config.faults,
     )
     cpus, gpus = totals(resource_plan(config))
@@ -166,6 +191,8 @@ async def drive(
         baselines=None if config.consistency.mode == "off" else Baselines(run.path / "baseline.json"),
     )
     await _end_unconfirmed(loop, recovery)
+    if inputs.prompts is not None:
+        await loop.book.store.record_event("prompts_checked", asdict(inputs.prompts))
     checkpoints.in_use = loop.policies_in_use
     loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir))
     on_loop(loop.request_stop)

@@ -78,6 +78,7 @@ class LiveSignals:
             **self._work(),
             **self._time_and_queues(),
             **self._verdicts(),
+            **self._score(),
             **replica_numbers(self._loop.replicas, self._loop.consistency),
             "concord_actor_memory_bytes": {(name,): float(size) for name, size in memory.items()},
         }
@@ -123,6 +124,12 @@ class LiveSignals:
             "concord_step_phase_seconds_total": {(phase,): seconds for phase, seconds in self._phases.items()},
             "concord_trainer_phase_seconds_total": {(phase,): seconds for phase, seconds in self._trainer_phases.items()},
         }
+
+    def _score(self) -> Numbers:
+        evaluation = self._loop.evaluation
+        if evaluation is None or evaluation.newest is None:
+            return {}
+        return {"concord_evaluation_score": {(evaluation.configuration(),): evaluation.newest.score}}
 
     def _verdicts(self) -> Numbers:
         if self._loop.consistency is None:

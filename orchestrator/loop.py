@@ -11,6 +11,7 @@
 * consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that let groups through; waits for
   the service; unblocked by collection and by ledger commits.
 * supervision checks replicas and restarts what failed.
+* evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; makes nobody wait.
 * the doctor reads rows and events every few steps and says what is wrong.
 
 None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
@@ -29,6 +30,7 @@ from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines, Consistency
 from orchestrator.consumption import Gate
 from orchestrator.deadlines import Progress, watch_for_stall
+from orchestrator.evaluation import Evaluation
 from orchestrator.live_doctor import LiveDoctor
 from orchestrator.measured_store import MeasuredStore
 from orchestrator.publication import Publisher
@@ -107,6 +109,7 @@ class Loop:
             start=opening.manifest,
             consistency=self.consistency,
         )
+        self.evaluation = self._evaluation(config) if config.evaluation.every_steps else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._group: asyncio.TaskGroup | None = None
 
@@ -139,6 +142,9 @@ class Loop:
         self.supervision.on_tainted = consistency.canary_failed
         return consistency
 
+    def _evaluation(self, config: RunConfig) -> Evaluation:
+        return Evaluation(config=config.evaluation, fleet=self._fleet, replicas=self.replicas, book=self.book, publisher=self.publisher)
+
     def request_stop(self) -> None:
         """Finish the running step, checkpoint, and end."""
         self.stop.set()
@@ -169,8 +175,12 @@ class Loop:
                     self._spawn(self.collection.run(index), f"collection {index}")
                 if self.consistency is not None:
                     self._spawn_consistency(self.consistency)
+                if self.evaluation is not None:
+                    self._spawn(self.evaluation.run(), "evaluation")
                 try:
                     await self.training.run(config.run.steps, config.trainer.checkpoint.every_steps, self.stop)
+                    if self.evaluation is not None and not self.stop.is_set():
+                        await self.evaluation.last(self.training.policy)
                 finally:
                     for task in list(self._tasks):
                         task.cancel()
@@ -196,6 +206,8 @@ class Loop:
         self.accounts.distributions.observe_all("concord_weight_update_pause_seconds", (report.pause_s for report in reports))
         if self.consistency is not None:
             self.consistency.committed(self.publisher.committed.policy)
+        if self.evaluation is not None:
+            self.evaluation.committed()
         self.book.ring()
 
     def _note_store_latency(self, call: str, seconds: float) -> None:

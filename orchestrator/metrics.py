@@ -25,7 +25,7 @@ def sizes_of(config: RunConfig, *, blocks: int, heads: int) -> dict[Extent, int]
     roles = (config.reward_workers.workers, config.trainer.ranks, config.engine.replicas, config.episodes.workers, config.consistency.workers)
     return {
         Extent.REPLICAS: config.engine.replicas,
-        Extent.ACTORS: 2 + sum(roles),
+        Extent.ACTORS: 2 + sum(roles) + (config.evaluation.every_steps > 0),
         Extent.BLOCKS: blocks,
         Extent.HEADS: heads,
         Extent.ENVIRONMENTS: 1,

@@ -1,9 +1,12 @@
 """Signals of layers 1 to 3: data and reward, policy change, numerical updates. Parts of the catalogue in `orchestrator.metrics`."""
 
-from orchestrator.metric_types import Extent, Label, Metric, column, counter, gauge, histogram, optional_column
+from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram, optional_column
 
 LENGTH_EDGES = tuple(float(2**power) for power in range(18))
 PASS_RATE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999, 1.0)
+
+CONFIGURATIONS = tuple(str(number) for number in range(15))
+"""Numbers of the configurations of evaluations, in the order in which a loop met them."""
 
 DATA_AND_REWARD: tuple[Metric, ...] = (
     column("reward_mean", "reward", 1, "Mean reward of the trained groups."),
@@ -24,6 +27,18 @@ DATA_AND_REWARD: tuple[Metric, ...] = (
     column("zero_variance_groups", "ratio", 1, "Share of trained groups whose rewards are all equal."),
     column("all_correct_groups", "ratio", 1, "Share of trained groups whose rewards are all 1 or more."),
     column("all_wrong_groups", "ratio", 1, "Share of trained groups whose rewards are all 0 or less."),
+    column("distinct_prompts", "ratio", 1, "Share of different prompts among the newest 64 trained groups, or all where there are fewer."),
+    optional_column("eval_score", "reward", 1, "Mean reward of the newest evaluation of held-out prompts; -1 before the first."),
+    optional_column("eval_stderr", "reward", 1, "Its standard error over prompts; -1 before the first."),
+    optional_column("eval_version", "version", 1, "Version that it scored; -1 before the first."),
+    column("eval_fingerprint_changed", "changes", 1, "Changes of the evaluation's configuration since the loop began: scores across one do not compare."),
+    gauge(
+        "evaluation_score",
+        "reward",
+        1,
+        "Score of the newest evaluation, a series of its own for each configuration that the loop has met.",
+        Label(name="configuration", values=(*CONFIGURATIONS, OTHER)),
+    ),
     histogram("response_length_tokens", "tokens", 1, "Sampled tokens of each trajectory in a trained batch.", LENGTH_EDGES),
     histogram("group_pass_rate", "ratio", 1, "Share of a group's rewards that are 1 or more, of each group in a trained batch.", PASS_RATE_EDGES),
     gauge("reward_part_mean", "reward", 1, "Mean of each named part of the reward in the last step.", Label(name="part", extent=Extent.REWARD_PARTS)),

@@ -8,6 +8,7 @@ import numpy as np
 
 from orchestrator.accounts import Stage
 from orchestrator.consistency_signals import consistency_row, consistency_summary
+from orchestrator.evaluation import NO_SCORE
 from orchestrator.loop import Loop
 from orchestrator.memory import PeakMemory
 from orchestrator.run_dir import RunDir, write_atomic
@@ -72,6 +73,7 @@ class Signals:
             "length_mean_finished": accounts.finished.length.value,
             "length_cap_fraction": facts.length_cap_fraction,
             "reward_length_correlation": facts.reward_length_correlation,
+            "distinct_prompts": len(set(accounts.prompts)) / len(accounts.prompts),
             "zero_variance_groups": facts.zero_variance,
             "all_correct_groups": facts.all_correct,
             "all_wrong_groups": facts.all_wrong,
@@ -124,6 +126,7 @@ class Signals:
             "worker_restarts": loop.collection.restarts,
             **loop.accounts.speeds.columns(),
             **loop.doctor.columns(),
+            **(NO_SCORE if loop.evaluation is None else loop.evaluation.columns()),
         }
 
     def engine_busy(self) -> float:

@@ -59,6 +59,7 @@ def healthy(seed: int, steps: int = 120) -> MadeUpRun:
             "zero_variance_groups": solved + wrong,
             "all_correct_groups": solved,
             "all_wrong_groups": wrong,
+            "distinct_prompts": 1.0,
             "reward_length_correlation": random.normal(-0.1, 0.08),
             "policy_entropy": 0.8 * (1 - 0.8 * progress) + random.normal(0, 0.02),
             "approx_kl": abs(random.normal(2e-3, 1e-3)),

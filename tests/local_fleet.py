@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
-from orchestrator.launch import Inputs
+from orchestrator.launch import Inputs, checked_prompts
 from rollout.dispatch import Dispatch
 from rollout.engines.registry import build_engine
 from rollout.environments.registry import build_envs, build_source
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ProcessLostError
+from rollout.evaluation.evaluator import Evaluates, EvaluationReport, build_evaluator
 from rollout.faults.prompts import PlantedPrompts
 from rollout.faults.registry import plant_engine, planted_engine_config
 from rollout.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
@@ -39,11 +40,13 @@ EngineWrapper = Callable[[Engine, int], Engine]
 
 def inputs_of(config: RunConfig, model_dir: Path) -> Inputs:
     """What `drive` needs besides its config, for a model with a context of 512."""
+    source = build_source(config.environment, config.run.seed)
     return Inputs(
         model_dir=model_dir,
         max_context=512,
-        source=build_source(config.environment, config.run.seed),
+        source=source,
         tokenizer=identify(load_tokenizer(model_dir)),
+        prompts=checked_prompts(config, source),
     )
 
 
@@ -235,6 +238,25 @@ class LocalAuditor:
         self.dead = True
 
 
+class LocalEvaluator:
+    """The evaluation in this process."""
+
+    def __init__(self, evaluator: Evaluates) -> None:
+        self.evaluator = evaluator
+        self.asked: list[tuple[int, PolicyVersion]] = []
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        assert isinstance(engine, LocalEnginePort)
+        self.evaluator.connect(slot, engine.engine, tag)
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        self.asked.append((slot, policy))
+        return await self.evaluator.evaluate(slot, policy, label)
+
+    async def kill(self) -> None:
+        return None
+
+
 class LocalFleet:
     """Implements `actors.ports.Fleet`, faults of the config included. `wrap_engine` puts a test's own fault round an engine."""
 
@@ -251,6 +273,9 @@ class LocalFleet:
         self.auditors: dict[int, LocalAuditor] = {}
         self.make_auditor: Callable[[], Auditor] = self._real_auditor
         """A test may put another service in its place."""
+        self.evaluators: list[LocalEvaluator] = []
+        self.make_evaluator: Callable[[], Evaluates] = self._real_evaluator
+        """A test may put another evaluator in its place."""
         self._model_dir, self._run_dir = tokenizer_dir, run_dir
 
     async def new_engine(self, slot: int) -> LocalEnginePort:
@@ -295,6 +320,22 @@ class LocalFleet:
     async def new_auditor(self, index: int) -> LocalAuditor:
         self.auditors[index] = LocalAuditor(self.make_auditor(), self.store)
         return self.auditors[index]
+
+    async def new_evaluator(self) -> LocalEvaluator:
+        self.evaluators.append(LocalEvaluator(self.make_evaluator()))
+        return self.evaluators[-1]
+
+    def _real_evaluator(self) -> Evaluates:
+        config = self._config
+        return build_evaluator(
+            config=config.evaluation,
+            environment=config.environment,
+            reward=config.reward,
+            sampling=config.sampling,
+            seed=config.run.seed,
+            max_context=512,
+            tokenizer=self._tokenizer,
+        )
 
     def _real_auditor(self) -> Auditor:
         config = self._config

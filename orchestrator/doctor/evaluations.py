@@ -59,6 +59,8 @@ def compared(record: Record, least_points: int) -> Comparison | None:
     if len(points) < least_points:
         return None
     versions = np.array([point.number("version") for point in points])
+    if not versions[-1] > versions[0]:
+        return None
     errors = np.array([point.number("stderr") for point in points])
     errors = np.maximum(np.where(np.isfinite(errors), errors, LEAST_ERROR), LEAST_ERROR)
     score = fitted_change(versions, np.array([point.number("score") for point in points]), errors)

@@ -34,6 +34,8 @@ EASY_SHARE = 0.8
 """Share of groups without any difference, all of them right, above which prompts are too easy."""
 EASY_GAP = 0.15
 """By which the evaluation must lie below the training reward for that to be more than the end of learning."""
+FEW_PROMPTS = 0.5
+"""Share of different prompts among the newest groups, below which a rising reward may be memory."""
 HARD_SHARE = 0.9
 """Share of groups without a right answer above which prompts are too hard."""
 DUPLICATE_SHARE = 0.05
@@ -137,9 +139,12 @@ reward_failures = failures(Cause.REWARD_FAILURES, ("reward_raised", "reward_inva
 
 
 def _overstated(record: Record) -> Comparison | None:
-    """The training reward rises, the evaluation does not follow, and what training believes lies above what the evaluation sees."""
+    """The training reward rises, the evaluation does not follow, and what training believes lies above what the evaluation sees.
+
+    Not so on a handful of prompts: those are learned by heart, which is no fault of the reward.
+    """
     both = compared(record, LEAST_EVALUATIONS)
-    if both is None:
+    if both is None or level(record.column("distinct_prompts")[-WINDOW:]) < FEW_PROMPTS:
         return None
     spread = level(record.column("reward_std"))
     rises = both.reward.rises(REWARD_ERRORS) and both.reward.size >= LEAST_RISE * spread

@@ -21,19 +21,22 @@ _STREAMS = (-1, -2)
 class ArithmeticSource:
     """`config.prompts` distinct sums, chosen by the seed; each pass holds the same sums in another order."""
 
-    def __init__(self, config: ArithmeticConfig, seed: int) -> None:
+    def __init__(self, config: ArithmeticConfig, seed: int, skip: int = 0) -> None:
         """Choose the sums.
+
+        Args:
+            skip: leave out the sums that a source of so many prompts has; what is held out begins behind them.
 
         Raises:
             UserError: there are fewer sums of so many digits than prompts asked for.
         """
         if config.digits > _MOST_DIGITS:
             raise UserError(f"got environment.digits = {config.digits}; expected at most {_MOST_DIGITS}")
-        if config.prompts > 100**config.digits:
-            possible = f"operands of {config.digits} digits make {100**config.digits} sums"
-            raise UserError(f"got environment.prompts = {config.prompts}, but {possible}; lower prompts or raise digits")
+        if config.prompts + skip > 100**config.digits:
+            wanted = f"environment.prompts = {config.prompts}" if not skip else f"environment.prompts = {skip} and evaluation.prompts = {config.prompts}"
+            raise UserError(f"got {wanted}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or raise digits")
         self._digits, self._turns = config.digits, config.turns
-        self._operands = _distinct_pairs(config.prompts, 10**config.digits, seed)
+        self._operands = _distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:]
         self._order = PassOrder(config.prompts, seed, shuffle=True)
 
     @property

@@ -68,6 +68,7 @@ def _flip(run: MadeUpRun) -> None:
 
 
 def _easy(run: MadeUpRun) -> None:
+    run.set("distinct_prompts", lambda t: 0.1)
     run.set("all_correct_groups", lambda t: 0.97)
     run.set("zero_variance_groups", lambda t: 0.97)
     run.set("reward_mean", lambda t: 0.99)
@@ -212,6 +213,19 @@ def test_what_lies_long_back_is_told_as_info():
     found = diagnose(run.record())
     assert found.primary is None
     assert [f.severity for f in found.findings if f.cause is Cause.REPLICA_FAILURES] == [Severity.INFO]
+
+
+def test_a_handful_of_prompts_learned_by_heart_is_no_inverted_reward():
+    run = healthy(0)
+    _flip(run)
+    run.set("distinct_prompts", lambda t: 0.1)
+    assert not [f for f in diagnose(run.record()).findings if f.cause is Cause.REWARD_INVERTED]
+
+
+def test_scores_of_one_version_alone_have_no_trend():
+    run = healthy(0)
+    run.events = [type(e)(kind=e.kind, step=e.step, fields={**e.fields, "version": 5}) for e in run.events]
+    assert diagnose(run.record()).primary is None
 
 
 def test_a_record_without_rows_gives_no_finding():

@@ -1,0 +1,140 @@
+"""Periodic evaluation: a committed version -> a score with its fingerprint, as an event and as columns.
+
+Consumes ledger commits; asks the evaluation actor, which asks one serving replica beside its ordinary work; waits for nobody and makes nobody wait, but for
+the last score of a run that has ended. An evaluation that fails is an event; the next one is due at its own time.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from actors.ports import EvaluatorPort, Fleet
+from orchestrator.book import Book
+from orchestrator.deadlines import within
+from orchestrator.metric_types import OTHER, UNMEASURED
+from orchestrator.metrics_learning import CONFIGURATIONS
+from orchestrator.publication import Publisher
+from orchestrator.replicas import Replica, Replicas
+from rollout.errors import ConcordError
+from rollout.evaluation.config import EvaluationConfig
+from rollout.evaluation.evaluator import EvaluationReport
+from rollout.weights import PolicyVersion, WeightManifest
+
+NO_SCORE = {"eval_score": UNMEASURED, "eval_stderr": UNMEASURED, "eval_version": UNMEASURED, "eval_fingerprint_changed": 0.0}
+"""Columns before the first evaluation, and of a run without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The newest score."""
+
+    score: float
+    stderr: float
+    version: int
+    fingerprint: str
+
+
+class Evaluation:
+    """Owns when what is evaluated."""
+
+    def __init__(self, *, config: EvaluationConfig, fleet: Fleet, replicas: Replicas, book: Book, publisher: Publisher) -> None:
+        self._config, self._fleet, self._replicas, self._book, self._publisher = config, fleet, replicas, book, publisher
+        self._bell = asyncio.Event()
+        self._due = publisher.committed.policy.version
+        self._asked = 0
+        self._final: PolicyVersion | None = None
+        self._finished = asyncio.Event()
+        self.newest: Score | None = None
+        self.changes = 0
+        """How often the configuration of an evaluation was another than that of the one before."""
+
+    def committed(self) -> None:
+        """The ledger has a new version."""
+        self._bell.set()
+
+    def columns(self) -> dict[str, float]:
+        """Of the newest score."""
+        newest = self.newest
+        if newest is None:
+            return NO_SCORE
+        changes = float(self.changes)
+        return {"eval_score": newest.score, "eval_stderr": newest.stderr, "eval_version": float(newest.version), "eval_fingerprint_changed": changes}
+
+    def configuration(self) -> str:
+        """Label of the configuration in force: scores of two configurations are two series."""
+        return str(self.changes) if str(self.changes) in CONFIGURATIONS else OTHER
+
+    async def run(self) -> None:
+        """Evaluate for ever, replacing the actor when it fails; ends by cancellation."""
+        while True:
+            port = await self._fleet.new_evaluator()
+            await self._replicas.attach(port)
+            try:
+                while True:
+                    await self._next(port)
+            except ConcordError as error:
+                self._replicas.detach(port)
+                await port.kill()
+                await self._book.store.record_event("evaluation_failed", {"version": self._due, "reason": str(error)})
+                self._passed(self._publisher.committed.policy.version)
+
+    async def last(self, policy: PolicyVersion) -> None:
+        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take."""
+        self._final = policy
+        self._bell.set()
+        try:
+            await within(self._finished.wait(), self._config.deadline_s, f"the evaluation of {policy.key}")
+        except ConcordError as error:
+            await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": str(error)})
+
+    async def _next(self, port: EvaluatorPort) -> None:
+        serving = self._replicas.serving(self._publisher.committed.policy)
+        committed = self._publisher.committed
+        if not serving or not self._is_due(committed.policy):
+            self._bell.clear()
+            await self._bell.wait()
+            return
+        replica = min(serving, key=lambda one: one.assigned)
+        self._asked += 1
+        label = f"{committed.policy.key}-{self._asked}"
+        asked = port.evaluate(replica.slot, committed.policy, label)
+        report = await within(asked, self._config.deadline_s, f"the evaluation of {committed.policy.key} on replica {replica.slot}")
+        await self._take(report, committed, replica)
+        self._passed(committed.policy.version)
+
+    def _is_due(self, policy: PolicyVersion) -> bool:
+        return not self._finished.is_set() and (policy.version >= self._due or (self._final is not None and policy.version >= self._final.version))
+
+    def _passed(self, version: int) -> None:
+        every = self._config.every_steps
+        self._due = (version // every + 1) * every
+        if self._final is not None and version >= self._final.version:
+            self._finished.set()
+
+    async def _take(self, report: EvaluationReport, asked: WeightManifest, replica: Replica) -> None:
+        if report.score is None:
+            reason = f"none of {report.failed} prompts was finished; the first: {report.failure}"
+            await self._book.store.record_event("evaluation_failed", {"version": asked.policy.version, "reason": reason})
+            return
+        newest, mixed = report.policies[-1], len(report.policies) > 1
+        if self.newest is not None and self.newest.fingerprint != report.fingerprint:
+            self.changes += 1
+        self.newest = Score(score=report.score, stderr=report.stderr or 0.0, version=newest.version, fingerprint=report.fingerprint)
+        manifests = {manifest.policy: manifest.digest for manifest in (asked, self._publisher.committed)}
+        fields: dict[str, str | int | float | bool | None] = {
+            "score": report.score,
+            "stderr": report.stderr,
+            "policy": newest.key,
+            "version": newest.version,
+            "oldest_version": report.policies[0].version,
+            "mixed": mixed,
+            "weights_digest": None if mixed else manifests.get(newest),
+            "fingerprint": report.fingerprint,
+            "prompts": report.prompts,
+            "failed": report.failed,
+            "failure": report.failure,
+            "length_mean": report.length_mean,
+            "replica": replica.slot,
+            "seconds": report.seconds,
+            **{f"part_{name}": value for name, value in report.parts},
+        }
+        await self._book.store.record_event("evaluation", fields)

@@ -1,0 +1,1 @@
+"""Periodic independent evaluation: held-out prompts under one fixed configuration, whose fingerprint goes with every score."""

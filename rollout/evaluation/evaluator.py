@@ -1,0 +1,189 @@
+"""Scores one policy on held-out prompts through an engine that others use too. Its groups enter no store and no pool; it judges by the run's own reward.
+
+It loads no weights and keeps none: the engine says which policy sampled each token.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rollout.config import EnvironmentConfig, RewardConfig, SamplingConfig
+from rollout.dispatch import Dispatch
+from rollout.environments.registry import build_envs
+from rollout.episode import run_group
+from rollout.episode_failure import EpisodeFailure
+from rollout.episode_turns import EpisodeSettings
+from rollout.errors import ConcordError
+from rollout.evaluation.config import EvaluationConfig
+from rollout.evaluation.fingerprint import configuration_parts, fingerprint
+from rollout.evaluation.prompts import held_out_prompts
+from rollout.generation import SamplingParams
+from rollout.prompts import Prompt
+from rollout.protocols import Engine, Env, RewardFunction
+from rollout.rewards.judging import judge_group
+from rollout.rewards.registry import build_reward, needs_answer, needs_text
+from rollout.tokenizer import Tokenizer
+from rollout.trajectory import EngineTag, Reward, Trajectory, TrajectoryGroup
+from rollout.weights import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """One evaluation."""
+
+    score: float | None
+    """Mean reward over prompts; None where no prompt was finished."""
+    stderr: float | None
+    """Standard error of `score` over prompts; None with fewer than two."""
+    prompts: int
+    """Finished."""
+    failed: int
+    """Prompts without a score; the others' mean is then over a selection."""
+    failure: str
+    """The first reason; empty without any."""
+    length_mean: float
+    """Sampled tokens a sample."""
+    policies: tuple[PolicyVersion, ...]
+    """All that sampled a token, oldest first; more than one makes the score a mixture."""
+    parts: tuple[tuple[str, str], ...]
+    """The configuration (`rollout.evaluation.fingerprint`)."""
+    fingerprint: str
+    seconds: float
+
+
+class Evaluates(Protocol):
+    """What scores policies; a planted fault is another implementation."""
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        """From now on, evaluations on `slot` go to `engine`."""
+        ...
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        """Score what replica `slot` serves.
+
+        Args:
+            policy: what it is expected to serve.
+            label: part of the requests' ids, never used before.
+        """
+        ...
+
+
+class Evaluator:
+    """Implements `Evaluates`."""
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        environment: EnvironmentConfig,
+        reward: RewardConfig,
+        tokenizer: Tokenizer,
+        settings: EpisodeSettings,
+        samples: int,
+    ) -> None:
+        self._prompts, self._environment, self._reward, self._tokenizer, self._samples = tuple(prompts), environment, reward, tokenizer, samples
+        self._settings = settings
+        self._function = build_reward(reward)
+        self._engines: dict[int, tuple[Engine, EngineTag]] = {}
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        self._engines[slot] = (engine, tag)
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        if slot not in self._engines:
+            raise ConcordError(f"the evaluation knows no engine replica {slot}; known: {sorted(self._engines)}")
+        engine, tag = self._engines[slot]
+        begun = time.perf_counter()
+        envs = [build_envs(self._environment, prompt, self._tokenizer, self._samples) for prompt in self._prompts]
+        dispatches = [
+            Dispatch(
+                dispatch_id=f"evaluation-{label}-{index}",
+                prompt=prompt,
+                group_size=self._samples,
+                attempt=1,
+                policy=policy,
+                replica=slot,
+                created_at_s=time.time(),
+            )
+            for index, prompt in enumerate(self._prompts)
+        ]
+        answers = await asyncio.gather(*(self._group(dispatch, engine, each, tag) for dispatch, each in zip(dispatches, envs, strict=True)))
+        parts = configuration_parts(
+            prompts=self._prompts,
+            prompt_ids=[each[0].prompt_ids() for each in envs],
+            tokenizer=self._tokenizer,
+            environment=self._environment,
+            reward=self._reward,
+            sampling=self._settings.sampling,
+            samples=self._samples,
+            tag=tag,
+        )
+        return _report(answers, parts, time.perf_counter() - begun)
+
+    async def _group(self, dispatch: Dispatch, engine: Engine, envs: Sequence[Env], tag: EngineTag) -> TrajectoryGroup | EpisodeFailure:
+        try:
+            judge = _OwnJudge(self._function)
+            return await run_group(dispatch, engine=engine, envs=envs, score=judge, tag=tag, tokenizer=self._tokenizer, settings=self._settings)
+        except EpisodeFailure as failure:
+            return failure
+
+
+class _OwnJudge:
+    """Implements `rollout.episode.Judge` in this process: the pool of reward workers belongs to training."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+        return judge_group(self._function, prompt, completions, trajectories)
+
+
+def _report(answers: Sequence[TrajectoryGroup | EpisodeFailure], parts: tuple[tuple[str, str], ...], seconds: float) -> EvaluationReport:
+    groups = [answer for answer in answers if isinstance(answer, TrajectoryGroup)]
+    failures = [answer for answer in answers if isinstance(answer, EpisodeFailure)]
+    scores = np.array([np.mean([reward.total for reward in group.rewards]) for group in groups], dtype=np.float64)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return EvaluationReport(
+        score=float(scores.mean()) if scores.size else None,
+        stderr=float(scores.std(ddof=1) / np.sqrt(scores.size)) if scores.size > 1 else None,
+        prompts=len(groups),
+        failed=len(failures),
+        failure=f"{failures[0].reason}: {failures[0].detail}" if failures else "",
+        length_mean=sum(t.num_sampled for t in trajectories) / len(trajectories) if trajectories else 0.0,
+        policies=tuple(sorted({span.policy for trajectory in trajectories for span in trajectory.version_spans})),
+        parts=parts,
+        fingerprint=fingerprint(parts),
+        seconds=seconds,
+    )
+
+
+def build_evaluator(
+    *,
+    config: EvaluationConfig,
+    environment: EnvironmentConfig,
+    reward: RewardConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    max_context: int,
+    tokenizer: Tokenizer,
+) -> Evaluator:
+    """The evaluator of a run.
+
+    Raises:
+        UserError: the held-out prompts or the reward cannot be loaded.
+    """
+    params = SamplingParams(
+        max_new_tokens=config.max_new_tokens or sampling.max_new_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+    )
+    return Evaluator(
+        prompts=held_out_prompts(environment, config, seed, needs_answer(reward)),
+        environment=environment,
+        reward=reward,
+        tokenizer=tokenizer,
+        settings=EpisodeSettings(sampling=params, max_context=max_context, decode=needs_text(build_reward(reward))),
+        samples=config.samples,
+    )

@@ -1,0 +1,153 @@
+"""Evaluations in the whole loop, in one process: when they are due, what they leave behind, and that training never hears of them."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
+from run_record import assert_every_dispatch_ends_once, events_of
+
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.launch import drive
+from orchestrator.run_dir import create_run_dir
+from rollout.errors import ProcessLostError
+from rollout.evaluation.evaluator import EvaluationReport
+from rollout.protocols import Engine
+from rollout.trajectory import EngineTag
+from rollout.weights import PolicyVersion
+from trainer.scripted import ScriptedTrainer
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
+DEADLINE_S = 30.0
+
+
+class Case:
+    """One run of scripted engines with evaluations."""
+
+    def __init__(self, tmp_path: Path, *overrides: str, steps: int = 8) -> None:
+        document: dict[str, object] = {
+            "run": {"dir": str(tmp_path), "name": "run", "steps": steps, "batch_groups": 3, "group_size": 2},
+            "engine": {"type": "scripted"},
+            "trainer": {"type": "scripted"},
+            "consistency": {"mode": "off"},
+            "evaluation": {"every_steps": 3, "prompts": 5},
+            "deadlines": {"health_interval_s": 0.02},
+        }
+        self.config: RunConfig = parse_config(document, "test", overrides)
+        self.run = create_run_dir(self.config, "run")
+        self.reporter = QuietReporter()
+        self.evaluators: list[LocalEvaluator] = []
+
+    def drive(self, change: Callable[[LocalFleet], None] = lambda fleet: None) -> dict[str, Any]:
+        async def main() -> dict[str, Any]:
+            fleet = LocalFleet(self.config, self.run.path, MODEL, ScriptedTrainer(self.config.trainer))
+            self.evaluators = fleet.evaluators
+            change(fleet)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    return await drive(self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter)
+            finally:
+                await fleet.close()
+
+        return asyncio.run(main())
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events_of(self.run.path) if event["kind"] == kind]
+
+
+class FakeEvaluator:
+    """Answers with a score a call, or raises what stands in its place; it asks no engine."""
+
+    def __init__(self, answers: list[EvaluationReport | Exception]) -> None:
+        self._answers = answers
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        return None
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        await asyncio.sleep(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def report(score: float | None = 0.5, parts: tuple[tuple[str, str], ...] = (("sampling", "greedy"),), versions: tuple[int, ...] = (0,)) -> EvaluationReport:
+    return EvaluationReport(
+        score=score,
+        stderr=0.1,
+        prompts=5,
+        failed=0,
+        failure="",
+        length_mean=3.0,
+        policies=tuple(PolicyVersion(1, version) for version in versions),
+        parts=parts,
+        fingerprint=str(hash(parts)),
+        seconds=0.1,
+    )
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_the_first_version_every_few_steps_and_the_last_one_are_scored(tmp_path: Path, eta: int):
+    case = Case(tmp_path, f"staleness.max_staleness={eta}")
+    summary = case.drive()
+    asked = [policy.version for _, policy in case.evaluators[0].asked]
+    assert asked[0] == 0 and asked[-1] == 8
+    assert len(asked) == len(set(asked)) <= 4
+    scores = case.events("evaluation")
+    assert len(scores) == len(asked)
+    last = scores[-1]
+    assert (last["version"], last["oldest_version"], last["mixed"], last["prompts"]) == (8, 8, False, 5)
+    assert last["weights_digest"] and last["fingerprint"] and last["part_chat_template"] is not None
+    assert len({event["fingerprint"] for event in scores}) == 1
+    assert summary["dispatched"] == summary["trained"] + sum(summary["rejected"].values()) + sum(summary["failed"].values()) + summary["in_flight"]
+
+
+def test_evaluations_leave_no_trace_in_the_store_of_training(tmp_path: Path):
+    case = Case(tmp_path)
+    case.drive()
+    assert_every_dispatch_ends_once(case.run.path)
+    assert not [event for event in events_of(case.run.path) if str(event.get("dispatch_id", "")).startswith("evaluation")]
+
+
+def test_rows_hold_the_newest_score_and_count_changes_of_the_configuration(tmp_path: Path):
+    case = Case(tmp_path, "evaluation.every_steps=1", steps=12)
+    other = (("sampling", "at random"),)
+    answers: list[EvaluationReport | Exception] = [report(0.25), report(0.75), report(0.5, other)]
+    case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator(answers)))
+    assert {row["eval_score"] for row in case.reporter.rows} <= {-1.0, 0.25, 0.75, 0.5}
+    assert case.reporter.rows[-1]["eval_fingerprint_changed"] == 1.0
+    assert {event["cause"] for event in case.events("diagnosis")} == {"evaluation_changed"}
+
+
+def test_a_score_over_two_versions_is_marked_mixed_and_names_no_weights(tmp_path: Path):
+    case = Case(tmp_path)
+    case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator([report(versions=(3, 4))])))
+    event = case.events("evaluation")[0]
+    assert (event["version"], event["oldest_version"], event["mixed"], event["weights_digest"]) == (4, 3, True, None)
+
+
+def test_an_evaluation_that_dies_is_told_and_the_next_one_is_taken(tmp_path: Path):
+    case = Case(tmp_path, "evaluation.every_steps=1", steps=12)
+    answers: list[EvaluationReport | Exception] = [ProcessLostError("the evaluation is gone"), report()]
+    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator(answers)))
+    assert summary["version"] == 12
+    assert [event["reason"] for event in case.events("evaluation_failed")] == ["the evaluation is gone"]
+    assert case.events("evaluation")
+    assert len(case.evaluators) == 2
+
+
+def test_without_a_finished_prompt_there_is_an_event_and_no_score(tmp_path: Path):
+    case = Case(tmp_path)
+    case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator([report(score=None, versions=())])))
+    assert case.events("evaluation") == []
+    assert "prompts was finished" in case.events("evaluation_failed")[0]["reason"]
+
+
+def test_a_run_that_starts_says_what_its_prompts_are(tmp_path: Path):
+    case = Case(tmp_path, "environment={type=\"arithmetic\", prompts=40}", steps=2)
+    case.drive()
+    (event,) = case.events("prompts_checked")
+    assert (event["train_prompts"], event["duplicates"], event["evaluation_prompts"], event["overlapping"]) == (40, 0, 5, 0)
