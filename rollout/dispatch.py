@@ -40,7 +40,7 @@ class RejectReason(StrEnum):
     QUARANTINED = "quarantined"
     """The consistency service or the gradient search took it out of training, and kept it with its evidence."""
     NON_FINITE = "non_finite"
-    """Its step had a non-finite loss or gradient and was not applied."""
+    """Its step had a non-finite loss, gradient or update and was not applied."""
     GRADIENT_SPIKE = "gradient_spike"
     """The gradient search found the tokens behind a spike in its step, which was not applied (trainer.gradloc.action = "skip")."""
 

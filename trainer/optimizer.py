@@ -18,6 +18,7 @@ from trainer.stability.blocks import EMBEDDINGS, HEAD, TIED, Block, block_norms,
 from trainer.stability.clipping import ClipDecision, foresee, global_norm
 from trainer.stability.muon import Muon
 from trainer.stability.registry import build_clip
+from trainer.stability.update_guard import UpdateGuard
 
 _torch: Any = torch
 """For the foreach functions, which torch itself calls private."""
@@ -101,6 +102,7 @@ class PolicyOptimizer:
         self._config, self._ranks, self._total_steps = config, ranks, total_steps
         self.clip = build_clip(config.clip, self._names, config.max_grad_norm)
         self.optimizers = build_optimizers(self._blocks, config, ranks.device)
+        self._guard = UpdateGuard(self.optimizers, ranks)
 
     def measure(self) -> GradientNorms:
         """Norms of the gradients before any clip; they stay as they are. Collective: one small reduction."""
@@ -114,19 +116,22 @@ class PolicyOptimizer:
         return min(foresee(self.clip, norms.blocks).scales)
 
     def apply(self, step: int, norms: GradientNorms) -> OptimizerReport:
-        """Clip the gradients, apply them unless they are not finite, and drop them.
+        """Clip the gradients, apply them unless they, the optimizer's state or a parameter would not be finite, and drop them. Collective.
 
         Args:
             step: number of this optimizer step, from 1; it sets the learning rate.
             norms: of these very gradients, from `measure`.
         """
+        rate = learning_rate(self._config, step, self._total_steps)
         if not math.isfinite(norms.total):
             return self.drop(step, norms, f"non-finite gradient (norm {norms.total})")
+        if refusal := self._guard.refusal(rate, min(norms.total, self._config.max_grad_norm)):
+            return self.drop(step, norms, refusal)
         decision = self.clip.decide(norms.blocks)
         self._scale(gradients_of(self._blocks), norms.blocks, decision.scales)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self._config, step, self._total_steps)
+                group["lr"] = rate
             optimizer.step()
         return self._end(step, norms, "", decision)
 
