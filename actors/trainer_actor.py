@@ -15,6 +15,7 @@ from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion, Transport, WeightManifest
 from trainer.build import build_trainer
 from trainer.checkpoints import CheckpointState
+from trainer.loss_settings import LossSettings
 from trainer.types import StepReport, StepRequest
 
 
@@ -24,7 +25,7 @@ class TrainerActor:
 
     def __init__(self, spec: FleetSpec, rank: int, init_method: str) -> None:
         enter_process(f"trainer-{rank}", spec.run_dir)
-        self._spec = spec
+        self._spec, self._rank = spec, rank
         self._digest = ""
         self._trainer = build_trainer(
             model_dir=spec.model_dir,
@@ -34,14 +35,17 @@ class TrainerActor:
             seed=spec.seed,
             rank=rank,
             init_method=init_method,
-            correction=spec.consistency.correction,
+            settings=LossSettings(correction=spec.consistency.correction, faults=spec.faults),
         )
 
     def pid(self) -> int:
         return os.getpid()
 
     def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
-        return self._trainer.step(lease, request)
+        report = self._trainer.step(lease, request)
+        if report.skipped and self._rank == 0:
+            return self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report)
+        return report
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)

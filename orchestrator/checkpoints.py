@@ -9,6 +9,7 @@ from orchestrator.run_dir import RunDir, prune_weights
 from rollout.protocols import Store
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import all_checkpoints, prune_checkpoints
+from trainer.saved_steps import weights_in_use
 
 
 class RunCheckpoints:
@@ -31,13 +32,14 @@ class RunCheckpoints:
         self.prune(policy)
 
     def prune(self, newest: PolicyVersion) -> None:
-        """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use."""
+        """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use, and
+        what a saved step started from."""
         window = self._max_staleness + 2
         recent = {newest.version - age for age in range(window)}
         for checkpoint in all_checkpoints(self._run.checkpoints):
             recent |= {PolicyVersion.parse(checkpoint.name).version - age for age in range(self._max_staleness + 1)}
         on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
-        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use())
+        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use() | weights_in_use(self._run.saved_steps))
 
 
 def export_model(weights: Path, target: Path) -> None:

@@ -32,7 +32,7 @@ from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
-from trainer.consistency.config import ConsistencyConfig
+from trainer.consistency.config import ConsistencyConfig, NoCorrection
 
 
 class RunSection(Section):
@@ -204,6 +204,8 @@ class RunConfig(Section):
             disk=self.weights.transport == "disk",
             tied_head=None if tiny is None else tiny.tie_embeddings,
             mixture_of_experts=None if tiny is None else tiny.moe,
+            scripted_trainer=self.trainer.type == "scripted",
+            ratio_unused=self.consistency.mode == "gate" and isinstance(self.consistency.correction, NoCorrection),
         )
 
     def _check_gpu_transport(self) -> None:

@@ -41,6 +41,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def saved_steps(self) -> Path:
+        """One directory a step that was not applied, as many as are kept."""
+        return self.path / "saved_steps"
+
+    @property
     def metrics(self) -> Path:
         """Parquet parts, one row a step."""
         return self.path / "metrics"

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from actors.ports import TrainerPort
@@ -148,6 +148,7 @@ class Training:
         book.leave(ids)
         report = await within(self._trainer.step(book.epoch, ids, request), self._deadlines.step_s, f"the trainer to finish step {request.policy.version}")
         phases.train_s = time.monotonic() - begun
+        await self._tell_planted(report)
         await self._searched(request.policy, report)
         if report.skipped:
             await self._skipped(ids, request.policy, report)
@@ -176,10 +177,17 @@ class Training:
     async def _skipped(self, ids: Sequence[str], policy: PolicyVersion, report: StepReport) -> None:
         self.skipped += 1
         self._why_skipped = report.skipped
-        await self._book.store.record_event("step_skipped", {"step": policy.version, "reason": report.skipped})
+        fields = {"step": policy.version, "reason": report.skipped, "saved": report.saved, "removed": ", ".join(report.saves_removed)}
+        await self._book.store.record_event("step_skipped", {**fields})
         spike = report.gradloc is not None and report.gradloc.acted is Acted.SKIPPED and math.isfinite(report.grad_norm)
         reason = RejectReason.GRADIENT_SPIKE if spike else RejectReason.NON_FINITE
         await self._book.end_leased([Ending(dispatch_id=i, reason=reason, detail=report.skipped, readmit=False) for i in ids])
+
+    async def _tell_planted(self, report: StepReport) -> None:
+        """What was planted into the step's gradient, so that what is found can be held against it."""
+        for planted in report.planted:
+            kind = "fault_missed" if planted.missed else "fault_planted"
+            await self._book.store.record_event(kind, {"step": report.policy.version, **asdict(planted)})
 
     def _floor(self) -> int:
         """The oldest token version that step v + 1 may train on."""

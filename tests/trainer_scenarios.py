@@ -11,9 +11,12 @@ import numpy as np
 from safetensors.numpy import load_file
 from trainer_room import stored
 
+from rollout.faults.config import FaultsConfig
+from rollout.faults.gradient_config import TwoSpikesFault
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import CheckpointState
 from trainer.config import GrpoConfig, OptimizerConfig, RlooConfig, TrainerConfig, WeightsConfig
+from trainer.loss_settings import LossSettings
 from trainer.policy_trainer import PolicyTrainer
 from trainer.types import StepReport, StepRequest
 
@@ -38,7 +41,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model directory below the folder, trainer config)."""
 
 
-def build(folder: Path, name: str, rank: int = 0, world: int = 1, model: str = "dense", config: Mapping[str, object] = MappingProxyType({})) -> PolicyTrainer:
+def build(
+    folder: Path,
+    name: str,
+    rank: int = 0,
+    world: int = 1,
+    model: str = "dense",
+    config: Mapping[str, object] = MappingProxyType({}),
+    settings: LossSettings | None = None,
+) -> PolicyTrainer:
     """One rank with a learning rate that moves a small model. `name` is that of its rendezvous, used once for each world."""
     optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.01)
     return PolicyTrainer(
@@ -49,6 +60,7 @@ def build(folder: Path, name: str, rank: int = 0, world: int = 1, model: str = "
         seed=5,
         rank=rank,
         init_method=f"file://{folder / f'rendezvous-{name}-{world}'}",
+        settings=settings,
     )
 
 
@@ -113,3 +125,19 @@ def all_together(rank: int, world: int, folder: Path) -> None:
         run_case(rank, world, folder, name)
     continue_together(rank, world, folder)
     fail_together(rank, world, folder)
+
+
+def two_ranks_are_spiked(rank: int, world: int, folder: Path) -> None:
+    """`two_spikes` in step 1: the same draw on both ranks, on different ranks and micro-batches, and the norm shows it on both."""
+    norms: list[float] = []
+    for name, plant in (("healthy", ()), ("spiked", (TwoSpikesFault(factor=1e5),))):
+        algorithm = GrpoConfig(clip_low=0.999, clip_high=1e9)
+        settings = LossSettings(faults=FaultsConfig(plant=plant))
+        trainer = build(folder, f"two-spikes-{name}", rank, world, config={"algorithm": algorithm, "micro_batch_tokens": 24}, settings=settings)
+        report = step(trainer, 1)
+        trainer.close()
+        norms.append(report.grad_norm)
+    first, second = report.planted
+    assert (first.rank, first.micro_batch) != (second.rank, second.micro_batch) and {first.rank, second.rank} == {0, 1}
+    assert first.micro_batch != second.micro_batch
+    assert norms[1] > 100 * norms[0]

@@ -8,15 +8,19 @@ from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion, WeightManifest
 from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
-from trainer.consistency.config import CorrectionConfig
+from trainer.loss_settings import LossSettings
 from trainer.types import StepReport, StepRequest
 
 
 class TrainerRank(Protocol):
-    """One rank. Every method but `open_transfer` and `close` is collective."""
+    """One rank. Every method but `save_step`, `open_transfer` and `close` is collective."""
 
     def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups."""
+        ...
+
+    def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
+        """Keep the batch of the last step below `parent`; the report with the folder's name. On rank 0 only; not collective."""
         ...
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
@@ -53,7 +57,7 @@ def build_trainer(
     seed: int,
     rank: int,
     init_method: str,
-    correction: CorrectionConfig | None = None,
+    settings: LossSettings | None = None,
 ) -> TrainerRank:
     """Rank `rank` of `config.ranks`, with the model of `model_dir` as version 0.
 
@@ -74,5 +78,5 @@ def build_trainer(
         seed=seed,
         rank=rank,
         init_method=init_method,
-        correction=correction,
+        settings=settings,
     )

@@ -231,6 +231,13 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept."""
 
 
+class SavedStepsConfig(Section):
+    """Batches of steps that were not applied, kept in `saved_steps/` of the run directory for `concord replay`."""
+
+    keep: PositiveInt = 4
+    """Newest ones that are kept, with the published weights that each started from."""
+
+
 class TrainerConfig(Section):
     """FSDP2 ranks and how they compute."""
 
@@ -260,6 +267,7 @@ class TrainerConfig(Section):
     gradloc: GradLocConfig = GradLocConfig()
     probes: ProbesConfig = ProbesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    saved_steps: SavedStepsConfig = SavedStepsConfig()
     scripted_step_s: NonNegativeFloat = 0.0
     """Seconds of one step of the scripted trainer."""
 

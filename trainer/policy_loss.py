@@ -54,6 +54,8 @@ class LossTokens:
     """[N]"""
     rows: Tensor
     """[N] row of each token in the micro-batch: which sequence it belongs to."""
+    trajectory_ids: tuple[str, ...] = ()
+    """[B] whose tokens each row holds."""
 
     def only(self, chosen: Tensor) -> "LossTokens":
         """Some of them, by index; the model still reads the same rows."""
@@ -78,6 +80,7 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
         advantages=tensor(micro.advantages[rows]),
         weights=tensor(micro.token_weights[rows]),
         rows=tensor(rows),
+        trajectory_ids=micro.trajectory_ids,
     )
 
 

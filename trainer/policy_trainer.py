@@ -2,11 +2,12 @@
 
     groups and evidence -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
 
-Every method but `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
+Every method but `save_step`, `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,23 +24,28 @@ from trainer.batcher import TrainingBatch, build_batch
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
-from trainer.consistency.config import CorrectionConfig, NoCorrection
 from trainer.consistency.evidence import audited_group
 from trainer.gradient_step import GradientReport, GradientStep, PhaseClock
 from trainer.loading import DTYPES, load_policy
+from trainer.loss_settings import LossSettings
 from trainer.model_dir import check_model_dir
 from trainer.optimizer import PolicyOptimizer
 from trainer.packing import pack
+from trainer.planted.draws import StepBatches
+from trainer.planted.loss import PlantedLoss
 from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.ratio_buckets import log_ratios
+from trainer.saved_steps import SavedStep, save_step
 from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
 from trainer.stability.evidence import Quarantined
+from trainer.stability.gradient_probe import TokenLoss
 from trainer.stability.quarantine import quarantined
+from trainer.stability.random_states import RandomState
 from trainer.stability.step_watch import StepWatch
-from trainer.types import MicroBatch, StepReport, StepRequest
+from trainer.types import MicroBatch, PlantedFault, StepReport, StepRequest
 
 if TYPE_CHECKING:
     from trainer.transfer import Transfer
@@ -58,20 +64,20 @@ class PolicyTrainer:
         seed: int,
         rank: int,
         init_method: str,
-        correction: CorrectionConfig | None = None,
+        settings: LossSettings | None = None,
     ) -> None:
         """Join the other ranks and load the model of `model_dir` as version 0.
 
         Args:
             total_steps: where the learning-rate schedule ends.
             init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
-            correction: importance weights in the loss; None leaves them 1.
+            settings: importance weights of the loss, and faults planted into its gradient; None has neither.
 
         Raises:
             UserError: the model directory or the placement cannot work.
         """
         facts = check_model_dir(model_dir)
-        self._config = config
+        self._config, self._seed = config, seed
         self._ranks = join_ranks(config, rank, init_method)
         with ExitStack() as undo:
             undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
@@ -80,7 +86,11 @@ class PolicyTrainer:
             reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
             replay = BatchReplay(self._model) if config.replay_routing else None
             self._algorithm = build_algorithm(config.algorithm)
-            loss = PolicyLoss(config.algorithm, self._algorithm, reference, correction or NoCorrection())
+            settings = settings or LossSettings()
+            loss: TokenLoss = PolicyLoss(config.algorithm, self._algorithm, reference, settings.correction)
+            self._planted: PlantedLoss | None = None
+            if settings.faults.in_gradients:
+                loss = self._planted = PlantedLoss(loss, self._model, settings.faults, corrects=settings.corrects)
             blocks = named_blocks(self._model)
             self._optimizer = PolicyOptimizer(blocks, config.optimizer, self._ranks, total_steps)
             watch = StepWatch(config, self._model, blocks, self._ranks)
@@ -93,6 +103,8 @@ class PolicyTrainer:
             self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
             undo.pop_all()
         self._transfer = _transfer_of(weights, self._ranks, self._publisher)
+        self._published: WeightManifest | None = None
+        self._random = RandomState.take(self._ranks.device)
 
     def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
         """One optimizer step on encoded groups; every rank gets all and takes its own share.
@@ -102,15 +114,49 @@ class PolicyTrainer:
         """
         if self._transfer is not None:
             self._transfer.release()
+        self._random = RandomState.take(self._ranks.device)
         clock = PhaseClock()
         audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
         clock.end("decode")
         batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
-        micro_batches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
+        micro_batches: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
+        planted: tuple[PlantedFault, ...] = ()
+        if self._planted is not None:
+            acted = self._planted.begin(request.policy.version, batch, micro_batches)
+            batch, micro_batches, planted = acted.batch, acted.micro_batches, acted.planted
         clock.end("pack")
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
-        return _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
+        report = _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
+        return replace(report, planted=planted)
+
+    def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
+        """Keep the batch of the last step below `parent`, with what a replay needs. On rank 0 only; not collective.
+
+        Returns:
+            The report with the folder's name, and with those that made room for it.
+
+        Raises:
+            UserError: the place cannot be written, or no weights were published before the step.
+        """
+        if self._published is None:
+            raise UserError(f"got a step to keep for {request.policy.key}, and no weights were published before it; publish the weights that it starts from")
+        saved = SavedStep(
+            groups=groups,
+            request=request,
+            random_state=self._random.cpu.numpy(),
+            seed=self._seed,
+            dtype=self._config.dtype,
+            ranks=self._ranks.world,
+            weights=self._published.policy,
+            weights_digest=self._published.digest,
+            reason=report.skipped,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            planted=report.planted,
+        )
+        name, removed = save_step(parent, saved, self._config.saved_steps.keep)
+        return replace(report, saved=name, saves_removed=removed)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
@@ -127,7 +173,10 @@ class PolicyTrainer:
         Raises:
             UserError: the directory exists or cannot be written.
         """
-        return self._publisher.publish(policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids)))
+        self._published = self._publisher.publish(
+            policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids))
+        )
+        return self._published
 
     def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
         """The manifest by which engines receive from GPU to GPU what was just published. On rank 0 only; not collective.

@@ -65,6 +65,10 @@ class ScriptedTrainer:
             phases_s=(("decode", decoded - started), ("pack", 0.0), ("forward_backward", time.perf_counter() - decoded), ("optimizer", 0.0)),
         )
 
+    def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
+        """It applies every step, so there is none to keep."""
+        return report
+
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
         """The first call writes `directory` durably; later ones link its weights under their own name, since nothing has changed."""
         if self._published is None:

@@ -92,6 +92,26 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedFault:
+    """A gradient fault that was planted into a step, or could not be."""
+
+    fault: str
+    """Its type."""
+    factor: float | None = None
+    """What was multiplied, or of `ratio_spike` added in nats; None where the term is not a number."""
+    trajectory_id: str = ""
+    """Whose token was hit; empty where it was no single token."""
+    position: int | None = None
+    """Of the token in its trajectory."""
+    micro_batch: int | None = None
+    rank: int | None = None
+    block: str = ""
+    """Whose gradient was scaled."""
+    missed: str = ""
+    """Why nothing was planted, else empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one optimizer step did. Sums run over all ranks."""
 
@@ -163,3 +183,9 @@ class StepReport:
     """Share of the inputs that predict something whose experts were the engine's; 0 without a replay."""
     routing_fallback_fraction: float = 0.0
     """Share of them whose experts were the trainer's own although a replay was asked for: the engine's are missing or hollow; 0 without a replay."""
+    planted: tuple[PlantedFault, ...] = ()
+    """Gradient faults of `[faults]` that the step was due."""
+    saved: str = ""
+    """Folder in `saved_steps` that holds the step's batch, else empty."""
+    saves_removed: tuple[str, ...] = ()
+    """Older folders there that made room for it."""

@@ -16,6 +16,7 @@ from rollout.faults.config import (
     StaleReplicaFault,
     WeightFault,
 )
+from rollout.faults.gradient_config import GradientFault, RatioSpikeFault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,9 @@ class FaultSurroundings:
     """None: only the model's files say."""
     mixture_of_experts: bool | None = None
     """None: only the model's files say."""
+    scripted_trainer: bool = False
+    ratio_unused: bool = False
+    """The loss compares no log-prob with the rollout's: old ones are recomputed, and nothing is corrected."""
 
 
 def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
@@ -46,6 +50,9 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
 
 def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
     engine, sampling = around.engine, around.sampling
+    if isinstance(fault, GradientFault):
+        yield from _gradient_problems(fault, around)
+        return
     if fault.replica >= engine.replicas:
         yield f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to {engine.replicas - 1}, or raise engine.replicas"
     if isinstance(fault, WeightFault):
@@ -58,6 +65,16 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
         yield f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; set a smaller one"
     elif isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
         yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"
+
+
+def _gradient_problems(fault: GradientFault, around: FaultSurroundings) -> Iterator[str]:
+    if around.scripted_trainer:
+        yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
+    if isinstance(fault, RatioSpikeFault) and around.ratio_unused:
+        yield (
+            "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in the loss; "
+            "set consistency.correction.type, such as 'tis', or another mode"
+        )
 
 
 def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[str]:

@@ -1,10 +1,22 @@
-"""Config of planted faults: which fault, on which replica, from which policy version on. Torch-free; it plants nothing."""
+"""Config of planted faults: which fault, on which replica, from which policy version on. Torch-free; it plants nothing.
+
+Those in the trainer's gradient are in `gradient_config`.
+"""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollout.config import Section
+from rollout.faults.gradient_config import (
+    BlockExplosionFault,
+    DiffuseSpikeFault,
+    GradientFault,
+    GradSpikeFault,
+    NanTokenFault,
+    RatioSpikeFault,
+    TwoSpikesFault,
+)
 
 
 class FaultSection(Section):
@@ -163,7 +175,13 @@ FaultConfig = Annotated[
     | VersionOffByOneFault
     | TokenizerSwapFault
     | TemplateSpaceFault
-    | DoubleBosFault,
+    | DoubleBosFault
+    | GradSpikeFault
+    | TwoSpikesFault
+    | DiffuseSpikeFault
+    | NanTokenFault
+    | BlockExplosionFault
+    | RatioSpikeFault,
     Field(discriminator="type"),
 ]
 
@@ -173,4 +191,9 @@ class FaultsConfig(Section):
 
     plant: tuple[FaultConfig, ...] = ()
     seed: int = 0
-    """Of the draws by `rate`, and of noise."""
+    """Of the draws by `rate`, of noise, and of the tokens whose gradient is hit."""
+
+    @property
+    def in_gradients(self) -> tuple[GradientFault, ...]:
+        """Those planted into the trainer's gradient."""
+        return tuple(fault for fault in self.plant if isinstance(fault, GradientFault))

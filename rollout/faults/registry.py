@@ -34,6 +34,7 @@ from rollout.faults.engine_answers import (
     without_routing,
 )
 from rollout.faults.engine_weights import DoctoredWeights, KeptCache
+from rollout.faults.gradient_config import GradientFault
 from rollout.faults.weight_edits import weight_doctor
 from rollout.protocols import Engine
 from rollout.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def plant_engine(engine: Engine, faults: FaultsConfig, replica: int, *, scratch:
     Raises:
         UserError: `retokenized_turn` without a tokenizer.
     """
-    mine = [fault for fault in faults.plant if fault.replica == replica and not isinstance(fault, PromptFault)]
+    mine = [fault for fault in faults.plant if not isinstance(fault, PromptFault | GradientFault) and fault.replica == replica]
     for index, fault in enumerate(sorted(mine, key=_rank)):
         if isinstance(fault, WeightFault):
             own = scratch / f"replica-{replica}" / f"{index}-{fault.type}"

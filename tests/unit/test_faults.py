@@ -370,6 +370,10 @@ def parsed(plant: str, *overrides: str) -> RunConfig:
         ('type="bf16_logprobs", rate=0', (), "faults.plant.rate"),
         ('type="tokenizer_swap", frist="a"', (), "the nearest known key is 'first'"),
         ("replica=0", (), "its kind is missing"),
+        ('type="grad_spike"', ("trainer.type=scripted", "engine.type=scripted"), "set trainer.type = 'fsdp'"),
+        ('type="ratio_spike"', ("consistency.mode=gate",), "set consistency.correction.type"),
+        ('type="nan_token", start_version=0', (), "greater than or equal to 1"),
+        ('type="grad_spike", replica=0', (), "unknown key"),
     ],
 )
 def test_a_fault_that_cannot_act_is_refused_with_the_cure(plant: str, overrides: tuple[str, ...], said: str):
@@ -385,6 +389,8 @@ def test_a_fault_that_cannot_act_is_refused_with_the_cure(plant: str, overrides:
         ('type="stale_head"', ("model.type=tiny", "model.tie_embeddings=false")),
         ('type="routing_perturbed"', ("model.type=tiny", "model.moe=true")),
         ('type="missing_routing"', ("engine.type=torch", "engine.return_routing=true")),
+        ('type="ratio_spike"', ("consistency.mode=gate", "consistency.correction.type=tis")),
+        ('type="block_explosion", every_steps=20', ()),
     ],
 )
 def test_a_fault_that_can_act_survives_its_own_json(plant: str, overrides: tuple[str, ...]):

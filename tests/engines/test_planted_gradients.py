@@ -1,0 +1,134 @@
+"""Planted gradient faults in a live trainer: each does what it says in the step that it is due, and nothing else."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from trainer_room import run_ranks, stored, write_model
+from trainer_scenarios import build, step, two_ranks_are_spiked
+
+from rollout.errors import UserError
+from rollout.faults.config import FaultConfig, FaultsConfig
+from rollout.faults.gradient_config import (
+    BlockExplosionFault,
+    DiffuseSpikeFault,
+    GradSpikeFault,
+    NanTokenFault,
+    RatioSpikeFault,
+    TwoSpikesFault,
+)
+from rollout.weights import PolicyVersion
+from trainer.config import GrpoConfig
+from trainer.consistency.config import TisConfig
+from trainer.loss_settings import LossSettings
+from trainer.stability.config import GivenTau, GradLocConfig
+from trainer.stability.evidence import CulpritType
+from trainer.types import PlantedFault, StepReport, StepRequest
+
+NEVER_CLIPS = GrpoConfig(clip_low=0.999, clip_high=1e9)
+"""Log-probs of the test's batch are not the model's, and a clipped term has no gradient."""
+_numbers = itertools.count()
+
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planted")
+    write_model(path / "dense")
+    return path
+
+
+def first_step(folder: Path, *faults: FaultConfig, settings: LossSettings | None = None, **config: object) -> StepReport:
+    """The report of step 1 of a fresh trainer."""
+    planted = settings or LossSettings(faults=FaultsConfig(plant=faults, seed=3))
+    trainer = build(folder, f"planted-{next(_numbers)}", config={"algorithm": NEVER_CLIPS, "micro_batch_tokens": 42, **config}, settings=planted)
+    try:
+        return step(trainer, 1)
+    finally:
+        trainer.close()
+
+
+def test_a_grad_spike_scales_one_term_and_leaves_every_ratio_normal(folder: Path):
+    healthy, spiked = first_step(folder), first_step(folder, GradSpikeFault(factor=1e5))
+    (planted,) = spiked.planted
+    assert (planted.fault, planted.factor, planted.missed) == ("grad_spike", 1e5, "")
+    assert planted.trajectory_id.startswith("d-") and planted.position is not None
+    assert spiked.grad_norm > 100 * healthy.grad_norm
+    ratios = ("approx_kl", "mean_abs_logprob_difference", "mean_abs_rollout_difference", "correction_weight_mean", "num_tokens", "advantage_std")
+    assert [getattr(spiked, name) for name in ratios] == [getattr(healthy, name) for name in ratios]
+    assert not healthy.planted and not spiked.skipped
+
+
+def test_a_diffuse_spike_scales_the_whole_gradient(folder: Path):
+    healthy, spiked = first_step(folder), first_step(folder, DiffuseSpikeFault())
+    assert spiked.grad_norm == pytest.approx(100 * healthy.grad_norm, rel=1e-4)
+    assert spiked.loss == pytest.approx(100 * healthy.loss, rel=1e-4)
+    assert spiked.planted == (PlantedFault(fault="diffuse_spike", factor=100.0),)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_block_explosion_scales_one_block_alone(folder: Path, checkpointing: bool):
+    for block in (0, 1):
+        spiked = first_step(folder, BlockExplosionFault(block=block, factor=1e3), activation_checkpointing=checkpointing)
+        healthy = dict(first_step(folder, activation_checkpointing=checkpointing).block_norms)
+        name = f"model.layers.{block}"
+        assert spiked.planted == (PlantedFault(fault="block_explosion", factor=1e3, block=name),)
+        for each, norm in spiked.block_norms:
+            assert norm == pytest.approx(healthy[each] * (1e3 if each == name else 1.0), rel=1e-3), each
+
+
+def test_a_block_that_the_model_does_not_have_is_refused_at_the_start(folder: Path):
+    with pytest.raises(UserError, match="got block = 2, but the model has 2 transformer blocks; set 0 to 1"):
+        first_step(folder, BlockExplosionFault(block=2))
+
+
+def test_a_ratio_spike_shifts_one_log_prob_and_its_ratio_explodes(folder: Path):
+    healthy, spiked = first_step(folder), first_step(folder, RatioSpikeFault())
+    (planted,) = spiked.planted
+    assert planted.factor == -10.0
+    # pi_now / old is e^10 of what it was, on a token that no clip holds back.
+    assert spiked.grad_norm > 20 * healthy.grad_norm
+    assert abs(spiked.mean_abs_rollout_difference - healthy.mean_abs_rollout_difference) * healthy.num_tokens < 10.01
+    corrected = LossSettings(correction=TisConfig(cap=2.0), faults=FaultsConfig(plant=(RatioSpikeFault(),), seed=3))
+    capped = first_step(folder, settings=corrected)
+    assert capped.planted == spiked.planted
+    assert capped.grad_norm < spiked.grad_norm / 20
+
+
+def test_the_search_of_a_step_reads_the_shifted_log_prob_as_a_token_mismatch(folder: Path):
+    tau = GivenTau(tau=2.0 * first_step(folder).grad_norm)
+    spiked = first_step(folder, RatioSpikeFault(), gradloc=GradLocConfig(threshold=tau, token_ratio_bounds=(0.0, 100.0)))
+    assert spiked.gradloc is not None
+    planted = (spiked.planted[0].trajectory_id, spiked.planted[0].position)
+    (culprit,) = [each for each in spiked.gradloc.culprits if (each.trajectory_id, each.position) == planted]
+    assert culprit.type is CulpritType.TOKEN_MISMATCH
+    assert culprit.omega > 100
+
+
+def test_a_nan_token_stops_its_step_and_no_later_one(folder: Path, tmp_path: Path):
+    trainer = build(folder, f"planted-{next(_numbers)}", settings=LossSettings(faults=FaultsConfig(plant=(NanTokenFault(start_version=2),))))
+    try:
+        before = trainer.publish(PolicyVersion(1, 0), tmp_path / "w0")
+        assert step(trainer, 1).planted == ()
+        published = trainer.publish(PolicyVersion(1, 1), tmp_path / "w1")
+        report = step(trainer, 2)
+        assert report.skipped.startswith("non-finite loss") and report.planted[0].factor is None
+        request = StepRequest(policy=PolicyVersion(1, 2), oldest_version=0)
+        assert trainer.save_step(tmp_path / "saved", stored(seed=2), request, report).saved == "2"
+        unmoved = trainer.publish(PolicyVersion(1, 2), tmp_path / "w2")
+        assert before is not None and published is not None and unmoved is not None
+        assert before.digest != published.digest == unmoved.digest
+        again = step(trainer, 2)
+        assert again.planted == () and not again.skipped
+    finally:
+        trainer.close()
+
+
+def test_what_cannot_be_planted_is_told(folder: Path):
+    report = first_step(folder, TwoSpikesFault(), micro_batch_tokens=10_000)
+    assert "too few micro-batches" in report.planted[0].missed
+    assert report.grad_norm == first_step(folder, micro_batch_tokens=10_000).grad_norm
+
+
+def test_two_spikes_hit_two_ranks_in_different_micro_batches(folder: Path):
+    run_ranks(2, two_ranks_are_spiked, folder)
