@@ -135,6 +135,18 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder o
     typer.echo(made.path)
 
 
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    step: Annotated[str, typer.Argument(help="Folder in saved_steps, such as 12: the version that the step was to produce.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
+) -> None:
+    """Run the batch of a step that was not applied again: does it reproduce, in which block, by which token?"""
+    from orchestrator.replay import replay_step
+
+    replay_step(run_dir, step, as_json=as_json)
+
+
 app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 

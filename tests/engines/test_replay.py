@@ -1,0 +1,155 @@
+"""A saved step runs again from its batch and its weights: the verdict, the block and the token; in a run, from the fault to the command."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_fleet import LocalFleet, QuietReporter, inputs_of
+from run_record import events_of
+from trainer_room import stored, write_model
+from trainer_scenarios import build, step
+
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.launch import drive
+from orchestrator.replay import replay_step
+from orchestrator.run_dir import create_run_dir
+from rollout.errors import UserError
+from rollout.faults.config import FaultsConfig
+from rollout.faults.gradient_config import NanTokenFault
+from rollout.weights import PolicyVersion
+from trainer.build import build_trainer
+from trainer.config import TrainerConfig
+from trainer.loss_settings import LossSettings
+from trainer.replay import ReplaySource, replay
+from trainer.replay_report import ReplayPlace, ReplayReport, ReplayVerdict
+from trainer.saved_steps import read_step
+from trainer.types import StepReport, StepRequest
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
+NAN_TOKEN = LossSettings(faults=FaultsConfig(plant=(NanTokenFault(),)))
+SMALL: dict[str, Any] = {"micro_batch_tokens": 42}
+
+
+def replayed(folder: Path, settings: LossSettings, config: dict[str, Any]) -> tuple[StepReport, ReplayReport]:
+    """A step of a small model, saved as if it had not been finite, and its replay."""
+    write_model(folder / "dense")
+    trainer = build(folder, "saved", config=config, settings=settings)
+    try:
+        trainer.publish(PolicyVersion(1, 0), folder / "weights")
+        report = step(trainer, 1)
+        kept = report if report.skipped else replace(report, skipped="non-finite gradient (norm nan)", grad_norm=float("nan"))
+        trainer.save_step(folder / "saved_steps", stored(seed=1), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0), kept)
+    finally:
+        trainer.close()
+    source = ReplaySource(
+        saved=read_step(folder / "saved_steps" / "1"),
+        weights_dir=folder / "weights",
+        reference_dir=folder / "dense",
+        config=TrainerConfig.model_validate(config),
+        settings=settings,
+    )
+    return report, replay(source)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_nan_token_reproduces_and_is_named(tmp_path: Path, dtype: str):
+    report, found = replayed(tmp_path, NAN_TOKEN, {**SMALL, "dtype": dtype})
+    (planted,) = report.planted
+    assert (found.verdict, found.reproduces, found.search) == (ReplayVerdict.BATCH, True, "located")
+    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [(planted.trajectory_id, planted.position)]
+    assert [run.name for run in found.runs] == ["configured", "again", "deterministic", *(["float32"] if dtype == "bfloat16" else [])]
+    for run in found.runs:
+        assert not run.finite
+        # The term alone is bad: every block computes finite values forward, and what flows back to the head is not.
+        assert planted.micro_batch is not None
+        assert run.forward == ReplayPlace(micro_batch=planted.micro_batch, block="loss")
+        assert run.backward == ReplayPlace(micro_batch=planted.micro_batch, block="loss", reached="head")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_batch_does_not_reproduce_and_comes_to_the_same_numbers(tmp_path: Path, dtype: str):
+    report, found = replayed(tmp_path, LossSettings(), {**SMALL, "dtype": dtype})
+    assert not report.skipped
+    assert not found.reproduces and found.search == "" and not found.culprits
+    assert all(run.finite and run.forward is None and run.backward is None for run in found.runs)
+    assert found.runs[0].loss == pytest.approx(report.loss, rel=1e-5)
+    assert dict(found.runs[0].block_norms) == pytest.approx(dict(report.block_norms), rel=1e-5)
+    if dtype == "float32":
+        assert found.verdict is ReplayVerdict.OPTIMIZER_STATE
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------------
+
+
+def run_with_nan_token(folder: Path) -> Path:
+    """The run directory of four versions, whose third step is hit; a further step makes version 3 instead."""
+    document: dict[str, Any] = {
+        "run": {"dir": str(folder), "name": "run", "steps": 4, "batch_groups": 2, "group_size": 4, "seed": 7},
+        "model": {"type": "local", "path": str(MODEL)},
+        "engine": {"type": "scripted", "latency_mean_s": 0.0},
+        "trainer": {"micro_batch_tokens": 64},
+        "consistency": {"mode": "off"},
+        "staleness": {"max_staleness": 0},
+        "faults": {"plant": [{"type": "nan_token", "start_version": 3}]},
+    }
+    config: RunConfig = parse_config(document, "test")
+    run = create_run_dir(config, "run")
+    trainer = build_trainer(
+        model_dir=MODEL,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        rank=0,
+        init_method=f"file://{folder / 'rendezvous'}",
+        settings=LossSettings(correction=config.consistency.correction, faults=config.faults),
+    )
+
+    async def main() -> None:
+        fleet = LocalFleet(config, run.path, MODEL, trainer)
+        try:
+            async with asyncio.timeout(60.0):
+                await drive(config, run, inputs_of(config, MODEL), fleet, QuietReporter())
+        finally:
+            await fleet.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        trainer.close()
+    return run.path
+
+
+def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names_the_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = run_with_nan_token(tmp_path)
+    events = events_of(run)
+    (planted,) = [event for event in events if event["kind"] == "fault_planted"]
+    (skipped,) = [event for event in events if event["kind"] == "step_skipped"]
+    assert (planted["step"], skipped["step"], skipped["saved"], skipped["removed"]) == (3, 3, "3", "")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["version"], summary["skipped_steps"], summary["rejected"]) == (4, 1, {"non_finite": 2})
+    # With eta 0, versions 3 and 4 alone would be kept besides 0: the saved step holds on to its own.
+    assert (run / "weights" / "e1-v2").is_dir()
+
+    replay_step(run, "3", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], document["reproduces"], document["weights"]) == ("batch", True, "e1-v2")
+    assert [(token["trajectory_id"], token["position"]) for token in document["tokens"]] == [(planted["trajectory_id"], planted["position"])]
+    assert document["saved_loss"] == "nan" and "alone does it" in document["words"]
+
+    replay_step(run, "3", as_json=False)
+    assert "verdict batch: it reproduces with the fixed batch" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match=r"got step '2', but .* holds 3"):
+        replay_step(run, "2", as_json=False)
+    weights = run / "weights" / "e1-v2"
+    file = sorted(weights.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match=r"got weights with digest .*, expected .*: they were changed since; copy them back"):
+        replay_step(run, "3", as_json=False)
+    weights.rename(run / "elsewhere")
+    with pytest.raises(UserError, match="e1-v2 is gone; copy them back"):
+        replay_step(run, "3", as_json=False)

@@ -1,0 +1,171 @@
+"""Runs the fixed batch of a saved step again, in several ways, and says where the cause of its trouble lies. One rank, no Ray.
+
+    saved step + published weights -> (configured, again, deterministic, float32) -> verdict, first block, tokens
+"""
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+
+from trainer.algorithms.registry import build_algorithm
+from trainer.batch_replay import BatchReplay
+from trainer.batcher import TrainingBatch, build_batch
+from trainer.config import TrainerConfig
+from trainer.consistency.evidence import audited_group
+from trainer.loading import DTYPES, load_policy
+from trainer.loss_settings import LossSettings
+from trainer.packing import pack
+from trainer.planted.draws import StepBatches
+from trainer.planted.loss import PlantedLoss
+from trainer.policy_loss import PolicyLoss, loss_tokens
+from trainer.ranks import Ranks, join_ranks, leave_ranks
+from trainer.replay_places import NonFinitePlaces
+from trainer.replay_report import ReplayCulprit, ReplayReport, ReplayRun, shows_again, verdict_of
+from trainer.saved_steps import SavedStep
+from trainer.stability import GradLoc
+from trainer.stability.blocks import block_norms, gradients_of, named_blocks
+from trainer.stability.clipping import global_norm
+from trainer.stability.config import GradLocConfig
+from trainer.stability.gradient_probe import StepData, TokenLoss
+from trainer.stability.random_states import RandomState
+from trainer.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySource:
+    """What a step is replayed from."""
+
+    saved: SavedStep
+    weights_dir: Path
+    """The published weights that it started from."""
+    reference_dir: Path
+    """The model that the run began with; read where the loss has a KL to it."""
+    config: TrainerConfig
+    settings: LossSettings
+
+
+def replay(source: ReplaySource) -> ReplayReport:
+    """Run the batch as it was configured, twice; with deterministic kernels; and in float32, where that is something else.
+
+    Raises:
+        UserError: this process already runs a trainer rank, or the model cannot be loaded.
+    """
+    cuda = source.config.num_gpus > 0 and torch.cuda.is_available()
+    config = source.config.model_copy(update={"ranks": 1, "num_gpus": source.config.num_gpus if cuda else 0.0, "dtype": source.saved.dtype})
+    with TemporaryDirectory() as folder:
+        ranks = join_ranks(config, 0, f"file://{folder}/rendezvous")
+        try:
+            model = _ReplayModel(source, config, ranks)
+            runs = [model.run("configured"), model.run("again"), model.run("deterministic", deterministic=True)]
+            search, culprits = ("", ()) if runs[0].finite else model.search()
+            if config.dtype != "float32":
+                del model
+                runs.append(_ReplayModel(source, config.model_copy(update={"dtype": "float32"}), ranks).run("float32"))
+        finally:
+            leave_ranks()
+    return ReplayReport(
+        verdict=verdict_of({run.name: run for run in runs}, source.saved),
+        reproduces=shows_again(runs[0], source.saved),
+        device=str(ranks.device),
+        runs=tuple(runs),
+        search=search,
+        culprits=culprits,
+    )
+
+
+class _ReplayModel:
+    """The model of the saved version in one dtype, and the batch in front of it."""
+
+    def __init__(self, source: ReplaySource, config: TrainerConfig, ranks: Ranks) -> None:
+        saved, settings = source.saved, source.settings
+        self._ranks, self._dtype, self._saved = ranks, config.dtype, saved
+        self._model = load_policy(source.weights_dir, config, ranks)[0]
+        self._blocks = named_blocks(self._model)
+        reference = load_policy(source.reference_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+        algorithm = build_algorithm(config.algorithm)
+        self._batch = _batch_of(saved, config)
+        step: StepBatches = pack(self._batch.samples, saved.ranks, config.micro_batch_tokens)
+        self._loss: TokenLoss = PolicyLoss(config.algorithm, algorithm, reference, settings.correction)
+        if saved.planted:
+            planted = PlantedLoss(self._loss, self._model, settings.faults, corrects=settings.corrects)
+            step = planted.begin(saved.request.policy.version, self._batch, step).micro_batches
+            self._loss = planted
+        self._micro_batches: tuple[MicroBatch, ...] = tuple(micro for rank in step for micro in rank)
+        self._routing = BatchReplay(self._model) if config.replay_routing else None
+        self._places = NonFinitePlaces(self._model)
+
+    def run(self, name: str, *, deterministic: bool = False) -> ReplayRun:
+        """Forward and backward of every micro-batch from the saved random state."""
+        self._model.zero_grad(set_to_none=True)
+        self._places.begin()
+        RandomState(cpu=torch.from_numpy(self._saved.random_state), device=None).put_back(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
+        total = 0.0
+        with _deterministic() if deterministic else nullcontext():
+            for number, micro in enumerate(self._micro_batches):
+                self._places.micro_batch(number)
+                with nullcontext() if self._routing is None else self._routing.using(micro):
+                    loss = self._loss(self._model, loss_tokens(micro, self._ranks.device), self._batch.temperature, self._batch.old_logprob_source)[0]
+                    self._places.see_loss(loss)
+                    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                total += float(loss.detach())
+        self._places.see_gradients(self._blocks)
+        norms = block_norms(gradients_of(self._blocks), self._ranks.device)
+        return ReplayRun(
+            name=name,
+            dtype=self._dtype,
+            deterministic=deterministic,
+            loss=total,
+            grad_norm=global_norm(norms),
+            block_norms=tuple((block.name, norm) for block, norm in zip(self._blocks, norms, strict=True)),
+            forward=self._places.forward,
+            backward=self._places.backward,
+        )
+
+    def search(self) -> tuple[str, tuple[ReplayCulprit, ...]]:
+        """The tokens whose terms alone are not finite, of the gradient that the last run left; and how the search came out."""
+        config = GradLocConfig(budget_passes=max(64, 4 * len(self._micro_batches)))
+        gradloc = GradLoc(config, self._model, self._loss, self._ranks, dtype=DTYPES[self._dtype])
+        data = StepData(
+            micro_batches=self._micro_batches,
+            temperature=self._batch.temperature,
+            source=self._batch.old_logprob_source,
+            context=None if self._routing is None else self._routing.using,
+        )
+        report = gradloc.observe(math.nan, data)
+        if report is None:
+            raise RuntimeError("a gradient that is not finite started no search")
+        culprits = [
+            ReplayCulprit(
+                trajectory_id=hit.trajectory_id,
+                position=hit.position,
+                token_id=int(self._micro_batches[hit.micro_batch].token_ids[hit.row, hit.position]),
+                blocks=tuple(name for name, norm in hit.block_norms if not math.isfinite(norm)),
+            )
+            for hit in report.hits
+        ]
+        return str(report.outcome), tuple(culprits)
+
+
+def _batch_of(saved: SavedStep, config: TrainerConfig) -> TrainingBatch:
+    """As the step built it."""
+    groups = [audited_group(payload, verdict) for payload, verdict in zip(saved.groups.payloads, saved.groups.verdicts, strict=True)]
+    return build_batch(
+        groups, build_algorithm(config.algorithm), saved.request.oldest_version, config.algorithm.aggregation, saved.request.old_logprobs
+    )
+
+
+@contextmanager
+def _deterministic() -> Generator[None]:
+    """Kernels that give the same bits every time, where torch has them; it warns where it has none."""
+    before = torch.are_deterministic_algorithms_enabled()
+    cast(Any, torch).use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        cast(Any, torch).use_deterministic_algorithms(before)
