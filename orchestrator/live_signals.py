@@ -15,6 +15,7 @@ from orchestrator.memory import PeakMemory
 from orchestrator.metric_types import MAX_REWARD_PARTS, OTHER, Extent
 from orchestrator.metrics import CATALOGUE, ROW_METRICS
 from orchestrator.metrics_consistency import DRIFTS, REASONS
+from orchestrator.metrics_learning import CULPRIT_TYPES, SEARCH_OUTCOMES
 from orchestrator.metrics_system import PHASES, TRAINER_PHASES
 from orchestrator.replica_signals import replica_numbers
 from orchestrator.signals import Signals
@@ -79,6 +80,7 @@ class LiveSignals:
             **self._time_and_queues(),
             **self._verdicts(),
             **self._score(),
+            **self._searches(),
             **replica_numbers(self._loop.replicas, self._loop.consistency),
             "concord_actor_memory_bytes": {(name,): float(size) for name, size in memory.items()},
         }
@@ -130,6 +132,15 @@ class LiveSignals:
         if evaluation is None or evaluation.newest is None:
             return {}
         return {"concord_evaluation_score": {(evaluation.configuration(),): evaluation.newest.score}}
+
+    def _searches(self) -> Numbers:
+        kept = self._loop.training.searches
+        return {
+            "concord_gradloc_searches_total": _by(SEARCH_OUTCOMES, kept.outcomes),
+            "concord_gradloc_culprits_total": _by(CULPRIT_TYPES, kept.types),
+            "concord_gradloc_search_passes_total": {(): float(kept.passes)},
+            "concord_gradloc_search_seconds_total": {(): kept.seconds},
+        }
 
     def _verdicts(self) -> Numbers:
         if self._loop.consistency is None:

@@ -1,9 +1,12 @@
 """Signals of layers 1 to 3: data and reward, policy change, numerical updates. Parts of the catalogue in `orchestrator.metrics`."""
 
 from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram, optional_column
+from trainer.stability.evidence import CulpritType
 
 LENGTH_EDGES = tuple(float(2**power) for power in range(18))
 PASS_RATE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999, 1.0)
+SEARCH_OUTCOMES = ("located", "diffuse", "inconclusive", "clean")
+CULPRIT_TYPES = tuple(CulpritType)
 
 CONFIGURATIONS = tuple(str(number) for number in range(15))
 """Numbers of the configurations of evaluations, in the order in which a loop met them."""
@@ -69,7 +72,17 @@ NUMERICAL: tuple[Metric, ...] = (
     column("gradloc_runs_clean", "searches", 3, "Gradient searches since the loop began that ruled every token out."),
     column("gradloc_passes", "passes", 3, "Passes of all gradient searches since the loop began."),
     column("gradloc_seconds", "seconds", 3, "Seconds of all gradient searches since the loop began."),
-    counter("steps", "steps", 3, "Optimizer steps; a skipped one had a non-finite loss or gradient.", Label(name="outcome", values=("applied", "skipped"))),
+    counter("gradloc_searches", "searches", 3, "Gradient searches by outcome.", Label(name="outcome", values=SEARCH_OUTCOMES)),
+    counter("gradloc_culprits", "tokens", 3, "Tokens that gradient searches named, by what is odd about them.", Label(name="type", values=CULPRIT_TYPES)),
+    counter("gradloc_search_passes", "passes", 3, "Passes of gradient searches."),
+    counter("gradloc_search_seconds", "seconds", 3, "Seconds of gradient searches."),
+    counter(
+        "steps",
+        "steps",
+        3,
+        "Optimizer steps; a skipped one was not applied: non-finite, or skipped by the gradient search.",
+        Label(name="outcome", values=("applied", "skipped")),
+    ),
 )
 
 _BLOCK = Label(name="block", extent=Extent.BLOCKS)

@@ -29,12 +29,15 @@ class SearchRecords:
         self._folder, self._make_tokenizer = folder, tokenizer
         self._tokenizer: Tokenizer | None = None
         self.outcomes: Counter[str] = Counter()
+        self.types: Counter[str] = Counter()
+        """Culprits by type."""
         self.passes = 0
         self.seconds = 0.0
 
     def keep(self, policy: PolicyVersion, evidence: GradLocEvidence) -> EventFields:
         """Keep the search of the step that was to produce `policy`; the answer is what its event says."""
         self.outcomes[evidence.outcome] += 1
+        self.types.update(culprit.type for culprit in evidence.culprits)
         self.passes += evidence.passes
         self.seconds += evidence.seconds
         document = self._document(evidence)

@@ -4,6 +4,7 @@ Idempotent: a stamp keyed by what decides the result makes the second run a chec
 only when it fails. It never starts to download a CUDA build of torch.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -16,7 +17,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from check import BROKEN_BESIDE_CPU_TORCH
@@ -88,7 +89,7 @@ def pip(*arguments: str, failure: str) -> str:
 
 
 def missing_system_packages() -> list[str]:
-    """Debian packages for what Python packages cannot bring: vLLM compiles kernels at run time and binds to NUMA nodes."""
+    """Debian packages for what Python packages cannot bring: vLLM compiles kernels at run time and binds to NUMA nodes; rules are tested by Prometheus."""
     version = f"python3.{sys.version_info.minor}"
     missing: list[str] = []
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -102,6 +103,8 @@ def missing_system_packages() -> list[str]:
             ctypes.CDLL("libnuma.so.1")
         except OSError:
             missing.append("libnuma1")
+        if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+            missing.append("prometheus")
     return missing
 
 
@@ -113,7 +116,22 @@ def ensure_system_packages() -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise SetupError(f"this machine lacks {', '.join(missing)} (Debian's names). Install them, for instance: sudo apt-get install {' '.join(missing)}")
     run(["apt-get", "update", "-q"], "apt-get update failed")
-    run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing], f"could not install {', '.join(missing)}")
+    with no_services_started(Path("/usr/sbin/policy-rc.d")):
+        run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing], f"could not install {', '.join(missing)}")
+
+
+@contextlib.contextmanager
+def no_services_started(policy: Path) -> Generator[None]:
+    """Debian starts the service of a package that it installs, unless a policy says no; Concord wants Prometheus' programs, not a server on its port."""
+    if policy.exists():  # as in containers; whoever wrote it decided
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink()
 
 
 def ensure_venv() -> None:

@@ -24,6 +24,12 @@ def test_every_name_is_declared_once_under_the_prefix():
     assert all(re.fullmatch(r"concord_[a-z0-9]+(_[a-z0-9]+)*", metric.name) for metric in CATALOGUE)
 
 
+def test_no_counter_shares_its_family_with_another_metric():
+    """The names of OpenMetrics families do not have the `_total`."""
+    families = [metric.name.removesuffix("_total") for metric in CATALOGUE]
+    assert sorted(families) == sorted(set(families))
+
+
 def test_every_metric_says_what_it_is_and_where_to_look():
     assert all(metric.help.endswith(".") and metric.unit and metric.diagnosis_layer in (1, 2, 3, 4) for metric in CATALOGUE)
     assert {metric.diagnosis_layer for metric in CATALOGUE} == {1, 2, 3, 4}

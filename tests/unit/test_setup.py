@@ -54,3 +54,18 @@ def test_an_unfit_python_is_refused_by_name(tmp_path: Path):
     done = subprocess.run([SETUP / "setup.sh"], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert f"got {old} = Python 3.9.2; expected Python 3.11 or 3.12" in done.stderr
+
+
+def test_an_installed_package_starts_no_service_unless_the_machine_has_a_policy(tmp_path: Path):
+    policy = tmp_path / "policy-rc.d"
+    code = "import environment, os, sys, pathlib, subprocess; p = pathlib.Path(sys.argv[1])\n"
+    code += "with environment.no_services_started(p): print(subprocess.run([p]).returncode)"
+    env = {**os.environ, "PYTHONPATH": str(SETUP), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def status() -> str:
+        return subprocess.run([sys.executable, "-c", code, str(policy)], env=env, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    assert (status(), policy.exists()) == ("101", False)
+    policy.write_text("#!/bin/sh\nexit 0\n")
+    policy.chmod(0o755)
+    assert (status(), policy.exists()) == ("0", True)
