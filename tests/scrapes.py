@@ -1,9 +1,13 @@
 """What an exporter says to one scrape, read as Prometheus reads it."""
 
 import urllib.request
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.metric_types import Metric
+from orchestrator.metrics import DECLARED
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 """Sample name with its labels."""
@@ -24,7 +28,14 @@ def value_of(samples: Mapping[Series, float], name: str, **labels: str) -> float
     return samples[name, frozenset(labels.items())]
 
 
-def declared_name(sample: str, declared: Mapping[str, object]) -> str:
-    """The metric that a sample belongs to: histograms have three kinds of samples."""
+def metric_of(sample: str) -> Metric | None:
+    """The metric that a sample belongs to; histograms have three kinds of samples. None: it is not declared."""
     stems = (sample, *(sample.removesuffix(suffix) for suffix in ("_bucket", "_sum", "_count")))
-    return next(stem for stem in stems if stem in declared)
+    return next((DECLARED[stem] for stem in stems if stem in DECLARED), None)
+
+
+def series_by_metric(samples: Iterable[str]) -> Counter[str]:
+    """How many samples each declared metric has."""
+    metrics = [(sample, metric_of(sample)) for sample in samples]
+    assert not [sample for sample, metric in metrics if metric is None], "undeclared"
+    return Counter(metric.name for _, metric in metrics if metric is not None)

@@ -1,77 +1,40 @@
 """What Prometheus gets while a loop runs: declared series only, counters from 0, and nothing that could stop the training."""
 
-import asyncio
 import json
 import socket
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from audit_fakes import ScriptedScorer, scripted_auditor
-from local_fleet import LocalFleet, QuietReporter, inputs_of
-from scrapes import declared_name, scrape, value_of
+from local_fleet import QuietReporter
+from scrapes import scrape, series_by_metric, value_of
+from served_run import BATCH, GROUP, config_of, drive_served
 
-from orchestrator.config import RunConfig, parse_config
 from orchestrator.distributions import Distributions
 from orchestrator.exporter import Exporter
-from orchestrator.launch import drive
 from orchestrator.live_signals import BoundedParts
 from orchestrator.metric_types import MAX_REWARD_PARTS, MetricType
 from orchestrator.metrics import DECLARED, sizes_of
 from orchestrator.replica_signals import attributed
-from orchestrator.run_dir import RunDir, create_run_dir
 from orchestrator.snapshot import Snapshot
 from orchestrator.targets import Targets
 from rollout.errors import ConcordError, UserError
 from rollout.weights import PolicyVersion
-from trainer.consistency.config import ConsistencyConfig
 from trainer.consistency.evidence import Attribution, Cause
 from trainer.consistency.report import ReplicaGap
 from trainer.histograms import LOG_RATIO_EDGES, BucketCounts, bucket_counts
-from trainer.scripted import ScriptedTrainer
 
-MODEL = Path(__file__).parents[2] / "benchmarks" / "workload" / "model"
-STEPS, BATCH, GROUP = 5, 3, 2
-
-
-def config_of(tmp_path: Path, consistency: dict[str, Any]) -> RunConfig:
-    document: dict[str, object] = {
-        "run": {"dir": str(tmp_path), "name": "run", "steps": STEPS, "batch_groups": BATCH, "group_size": GROUP},
-        "engine": {"type": "scripted", "replicas": 2},
-        "trainer": {"type": "scripted"},
-        "consistency": {"mode": "off"},
-        "deadlines": {"health_interval_s": 0.02},
-    }
-    return parse_config(document, "test").model_copy(update={"consistency": ConsistencyConfig.model_validate(consistency)})
-
-
-def drive_served(tmp_path: Path, exporter: Exporter, shift_nats: float = 0.0, reporter: QuietReporter | None = None) -> tuple[RunDir, dict[str, Any]]:
-    """A run of scripted engines in mode gate, whose service finds every token `shift_nats` away."""
-    config = config_of(tmp_path, {"mode": "gate", "limits": {"mean_abs_warn": 1.0, "mean_abs_fail": 2.0, "k3_warn": 1.0, "k3_fail": 2.0}})
-    run = create_run_dir(config, "run")
-
-    async def main() -> dict[str, Any]:
-        fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer))
-        fleet.make_auditor = lambda: scripted_auditor(config.consistency, ScriptedScorer(lambda t, options: shift_nats))
-        try:
-            async with asyncio.timeout(30.0):
-                return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), exporter=exporter)
-        finally:
-            await fleet.close()
-
-    return run, asyncio.run(main())
+STEPS = 5
 
 
 def test_a_run_serves_declared_series_and_no_more_than_its_sizes_allow(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
-        _, summary = drive_served(tmp_path, exporter)
+        _, summary = drive_served(tmp_path, exporter, STEPS)
         samples = scrape(exporter.url)
     assert summary["metrics_url"] == exporter.url
-    sizes = sizes_of(config_of(tmp_path, {"mode": "gate"}), blocks=0, heads=0)
-    counts = Counter(declared_name(name, DECLARED) for name, _ in samples)
+    sizes = sizes_of(config_of(tmp_path, STEPS), blocks=0, heads=0)
+    counts = series_by_metric(name for name, _ in samples)
     assert not {name: count for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
     fixed = [m for m in DECLARED.values() if m.type is not MetricType.GAUGE and all(label.values or label.name == "replica" for label in m.labels)]
     assert {m.name: counts[m.name] for m in fixed} == {m.name: m.max_series(sizes) for m in fixed}, "counters and histograms are there from 0"
@@ -79,7 +42,7 @@ def test_a_run_serves_declared_series_and_no_more_than_its_sizes_allow(tmp_path:
 
 def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
-        _, summary = drive_served(tmp_path, exporter)
+        _, summary = drive_served(tmp_path, exporter, STEPS)
         samples = scrape(exporter.url)
     assert value_of(samples, "concord_steps_total", outcome="applied") == STEPS
     assert value_of(samples, "concord_trained_groups_total") == value_of(samples, "concord_trained") == summary["trained"] == STEPS * BATCH
@@ -97,7 +60,7 @@ def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
 
 def test_what_was_never_measured_has_no_sample(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
-        drive_served(tmp_path, exporter)
+        drive_served(tmp_path, exporter, STEPS)
         names = {name for name, _ in scrape(exporter.url)}
     assert "concord_consistency_gap_ess" in names
     assert "concord_consistency_routing_coverage" not in names, "its column says -1"
@@ -105,7 +68,7 @@ def test_what_was_never_measured_has_no_sample(tmp_path: Path):
 
 def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
-        drive_served(tmp_path, exporter, shift_nats=0.005)
+        drive_served(tmp_path, exporter, STEPS, shift_nats=0.005)
         samples = scrape(exporter.url)
     assert value_of(samples, "concord_replica_gap_nats", replica="0", statistic="p50") == pytest.approx(0.005, rel=1e-3)
     assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
@@ -162,7 +125,7 @@ def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Pa
             said.append(text)
 
     with Failing("127.0.0.1", 0) as exporter:
-        run, summary = drive_served(tmp_path, exporter, reporter=Listening())
+        run, summary = drive_served(tmp_path, exporter, STEPS, reporter=Listening())
     assert summary["steps"] == STEPS
     assert len([text for text in said if "the training goes on: reducing signals: OSError: no room" in text]) == 1
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
@@ -171,7 +134,7 @@ def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Pa
 
 def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
-        run, _ = drive_served(tmp_path, exporter)
+        run, _ = drive_served(tmp_path, exporter, STEPS)
     assert json.loads(run.prometheus_targets.read_text()) == [{"targets": [exporter.target], "labels": {"job": "concord", "run": "run"}}]
 
 

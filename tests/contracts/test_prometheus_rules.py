@@ -1,0 +1,70 @@
+"""Rules ask for declared names only, say what to do, and are tested one by one."""
+
+import re
+
+import pytest
+from contracts.source_tree import ROOT
+from prometheus_rules import SELECTOR, names_in, rule_tests, rules
+from scrapes import metric_of
+
+from orchestrator.metric_types import MetricType
+
+ALERTS = {rule["alert"]: rule for rule in rules("alerts")}
+RECORDED = {rule["record"]: rule for rule in rules("recording")}
+EXPRESSIONS = {name: rule["expr"] for name, rule in (ALERTS | RECORDED).items()}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_rule_asks_for_declared_or_recorded_names_only(name: str):
+    asked = names_in(EXPRESSIONS[name])
+    assert asked or 'up{job="concord"}' in EXPRESSIONS[name]
+    assert not {one for one in asked if one not in RECORDED and metric_of(one) is None}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_rule_selects_by_declared_labels_and_values_only(name: str):
+    for sample, selectors in SELECTOR.findall(EXPRESSIONS[name]):
+        metric = metric_of(sample)
+        assert metric is not None
+        values = {label.name: label.values for label in metric.labels}
+        if metric.type is MetricType.HISTOGRAM:
+            values["le"] = (*map(str, metric.buckets), "+Inf")
+        for label, value in re.findall(r'(\w+)="([^"]*)"', selectors):
+            assert value in values[label], (sample, label, value)
+
+
+def test_every_alert_says_how_bad_it_is_where_it_belongs_and_what_to_do():
+    for name, rule in ALERTS.items():
+        assert rule["labels"]["severity"] in ("warning", "critical"), name
+        assert rule["labels"]["diagnosis_layer"] in ("1", "2", "3", "4"), name
+        assert rule["annotations"]["summary"].endswith("."), name
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}", name
+
+
+def test_an_alert_belongs_to_the_layer_of_what_it_asks_for_first():
+    """One of a lower layer may look at others to rule them out; none poses as a finding of another layer."""
+    for name, rule in ALERTS.items():
+        layers = {metric.diagnosis_layer for one in names_in(rule["expr"]) if (metric := metric_of(one)) is not None}
+        assert not layers or int(rule["labels"]["diagnosis_layer"]) in layers, name
+
+
+def test_the_runbook_has_one_section_an_alert_and_no_other():
+    sections = re.split(r"^### (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), flags=re.MULTILINE)[1:]
+    texts = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(texts) == list(ALERTS), "in the order of the rules"
+    assert not [name for name, text in texts.items() if not all(word in text for word in ("**Means:**", "**Check first:**", "**Do not**"))]
+
+
+def test_every_metric_that_the_runbook_names_is_declared():
+    text = (ROOT / "docs" / "runbook.md").read_text()
+    assert not {one for one in names_in(text) if one not in RECORDED and metric_of(one) is None}
+
+
+def test_every_alert_is_tested_to_fire_and_to_keep_quiet():
+    asked = [(case["alertname"], bool(case["exp_alerts"])) for test in rule_tests() for case in test.get("alert_rule_test", ())]
+    assert sorted(asked) == sorted((name, fires) for name in ALERTS for fires in (False, True))
+
+
+def test_every_recorded_series_is_tested():
+    asked = {one for test in rule_tests() for case in test.get("promql_expr_test", ()) for one in re.findall(r"concord:\w+:\w+", case["expr"])}
+    assert asked == set(RECORDED)
