@@ -12,7 +12,7 @@ BENCHMARKS := loop control_plane fixed_work quickstart memory consistency
 RESULTS := build/benchmarks
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup quickstart test lint unit contracts ray-tests engine-tests slow-tests bench clean
+.PHONY: help setup quickstart test lint unit contracts signals test-signals ray-tests engine-tests slow-tests bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -23,8 +23,8 @@ setup: ## Virtual environment in .venv with all packages, CPU build; a moment wh
 quickstart: setup ## A real asynchronous RL run on this machine: vLLM generates while FSDP trains
 	@$(BIN)/concord run examples/quickstart.toml
 
-test: lint unit contracts ray-tests engine-tests ## All checks and suites but the slow and GPU tests
-	@echo "make test: lint, unit, contracts, ray and engine suites passed"
+test: lint unit contracts signals ray-tests engine-tests ## All checks and suites but the slow and GPU tests
+	@echo "make test: lint, unit, contracts, signals, ray and engine suites passed"
 
 lint: setup ## ruff and pyright
 	@$(BIN)/ruff check .
@@ -35,6 +35,12 @@ unit: setup ## Quick tests without Ray or an engine
 
 contracts: setup ## Layering, sizes, names, documents
 	@$(PYTEST) tests/contracts -q -m "$(SELECT)"
+
+signals: setup ## Prometheus on a small run, and its rules
+	@$(PYTEST) tests/signals -q -m "$(SELECT)"
+
+test-signals: setup ## The same, and every declared metric over a rehearsal of real runs
+	@$(PYTEST) tests/signals -q
 
 ray-tests: setup ## Tests with real Ray
 	@$(PYTEST) tests/ray -q -m "$(SELECT)"

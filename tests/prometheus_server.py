@@ -1,11 +1,11 @@
 """A real Prometheus server on a free port that scrapes what `prometheus_targets.json` files name, for as long as a test needs it."""
 
+import contextlib
 import json
 import shutil
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -74,22 +74,24 @@ class PrometheusServer:
         limit = time.monotonic() + deadline_s
         while not condition():
             assert time.monotonic() < limit, f"waited {deadline_s:g} s for {what}"
-            time.sleep(0.1)
+            assert not self._ends_within(0.1), f"prometheus ended: {(self._folder / 'log').read_text()}"
 
     def _get(self, endpoint: str, **parameters: str) -> Any:
         with urllib.request.urlopen(f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}", timeout=10.0) as answer:
             return json.load(answer)["data"]
 
     def _becomes_ready(self) -> bool:
-        assert self._process is not None
         limit = time.monotonic() + START_S
-        while time.monotonic() < limit and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5.0):
-                    return True
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
+        while time.monotonic() < limit and not self._ends_within(0.05):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=5.0):
+                return True
         return False
+
+    def _ends_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
 
     def _end(self) -> None:
         if self._process is not None:
