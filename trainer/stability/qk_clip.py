@@ -51,7 +51,8 @@ class QkClip:
         """Forward passes inside also record the largest logit of every head: q.k x scale over all causal pairs of real tokens, exactly.
 
         The cost is one more product q k^T of each recorded block, B x heads x T^2 x head_dim multiply-adds (about half of the attention proper, without its
-        projections), and B x heads x 256 x T floats at once; nothing is added to backward, unless activations are computed again, which records twice.
+        projections), and B x heads x (256 x T + T x head_dim) floats at once; nothing is added to backward, unless activations are computed again, which
+        records twice.
 
         Args:
             lengths: [B] tokens of each right-padded row; None where all are real.
@@ -116,20 +117,24 @@ def largest_logits(query: Tensor, key: Tensor, scaling: float, lengths: Sequence
         key: [B, key heads, T, head_dim]; each serves heads / key heads consecutive heads.
         lengths: [B] tokens of each right-padded row; None where all are real.
     """
-    rows, heads, tokens, _ = query.shape
-    groups = heads // key.shape[1]
+    rows, heads, tokens, width = query.shape
+    shared = key.shape[1]
+    keys = key.float().transpose(-1, -2)
+    asked = query.float().reshape(rows, shared, heads // shared, tokens, width)
     places = torch.arange(tokens, device=query.device)
     ends = torch.full((rows,), tokens) if lengths is None else torch.tensor(lengths)
-    real = places < ends.to(query.device)[:, None]
-    largest = torch.full((heads,), -torch.inf, device=query.device)
+    padding = (places >= ends.to(query.device)[:, None])[:, None, None]
+    largest = torch.full((shared, heads // shared), -torch.inf, device=query.device)
     for start in range(0, tokens, _CHUNK_TOKENS):
         end = min(start + _CHUNK_TOKENS, tokens)
-        keys = key[:, :, :end].repeat_interleave(groups, dim=1).float()
-        logits = query[:, :, start:end].float() @ keys.transpose(-1, -2) * scaling
+        # The queries that share keys stand below each other: no key is copied.
+        logits = (asked[..., start:end, :].flatten(2, 3) @ keys[..., :end]).unflatten(2, (-1, end - start))
+        future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
+        logits[..., start:].masked_fill_(future, -torch.inf)
         # A key before a real query is real itself.
-        asked = (places[:end] <= places[start:end, None]) & real[:, start:end, None]
-        largest = torch.maximum(largest, logits.masked_fill(~asked[:, None], -torch.inf).amax(dim=(0, 2, 3)))
-    return largest
+        of_queries = logits.amax(dim=-1).masked_fill(padding[..., start:end], -torch.inf)
+        largest = torch.maximum(largest, of_queries.amax(dim=(0, 3)))
+    return largest.flatten() * scaling
 
 
 def _attentions(model: PolicyModel) -> dict[str, nn.Module]:
