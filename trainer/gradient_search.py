@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.stability.culprits import CulpritReader
 from trainer.stability.evidence import Acted, GradLocEvidence
 from trainer.stability.gradient_probe import Context, StepData, TokenLoss
 from trainer.stability.gradloc import GradLoc, GradLocReport, StepSigns, TermPlace, without_terms, without_trajectories
+from trainer.stability.part_norms import PartNorms
 from trainer.stability.random_states import RandomState
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
@@ -56,8 +58,13 @@ class GradientSearch:
         """`loss` is what the step computes; forward and backward of a micro-batch run inside `context`, in `dtype`."""
         self._config, self._ranks, self._context = config, ranks, context
         self._gradloc = GradLoc(config, model, loss, ranks, dtype=dtype)
+        self._part_norms = PartNorms(model, ranks) if config.part_norms else None
         self._blocks = BlockHistory()
         self._reader = CulpritReader(config, model, ranks, self._blocks, context)
+
+    def backward(self, micro_batch: int) -> AbstractContextManager[None]:
+        """The backward pass of this micro-batch of an attempt runs inside."""
+        return nullcontext() if self._part_norms is None else self._part_norms.recording(micro_batch)
 
     def look(self, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup], smallest_scale: float) -> Found | None:
         """Search the attempt if something asks for it. Collective; gradients and random state stay as they are, bit for bit.
@@ -80,7 +87,8 @@ class GradientSearch:
             weight_square=batch.weight_square,
             num_suspects=sum(len(positions) for positions in suspects.values()),
         )
-        report = self._gradloc.observe(attempt.norms.total, data, suspects=_places(attempt.micro_batches, suspects), signs=signs)
+        places = _places(attempt.micro_batches, suspects)
+        report = self._gradloc.observe(attempt.norms.total, data, suspects=places, part_norms=self._part_norms, signs=signs)
         if report is None:
             return None
         culprits = self._reader.read(report.hits, batch, audited)

@@ -111,13 +111,14 @@ class GradientStep:
         """Add the gradients of this rank's micro-batches to what is there, and measure the whole."""
         sums = torch.zeros(len(TOTALS), dtype=torch.float64, device=self._ranks.device)
         random_states: list[RandomState] = []
-        for micro in micro_batches:
+        for number, micro in enumerate(micro_batches):
             if self._random:
                 random_states.append(RandomState.take(self._ranks.device))
             with self._context(micro) as (expected, replayed):
                 with self._watch.forward(micro):
                     loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
-                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                with nullcontext() if self.search is None else self.search.backward(number):
+                    loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums += torch.cat((added, added.new_tensor((expected, replayed))))
         totals: list[float] = cast(Any, self._ranks.sum(sums)).tolist()
         return Attempt(

@@ -264,3 +264,15 @@ def test_a_checkpoint_keeps_what_the_search_remembers(folder: Path):
 def test_a_budget_below_the_micro_batches_is_refused_with_the_cure(folder: Path):
     with live_trainer(folder, "poor", {"budget_passes": 1}) as trainer, pytest.raises(UserError, match=r"set it to \d+ or more"):
         take(trainer, build_stored(healthy_groups(1)))
+
+
+def test_norms_that_backward_leaves_behind_save_the_passes_over_micro_batches(folder: Path, given: dict[str, Any]):
+    place = negative_places(healthy_groups(1))[7]
+    passes: dict[bool, int] = {}
+    for known in (False, True):
+        with live_trainer(folder, f"known-{known}", {"threshold": given, "part_norms": known}) as trainer:
+            report = take(trainer, spiked(1, place))
+        assert report.num_micro_batches > 2
+        assert found(report) == [place]
+        passes[known] = evidence_of(report).passes
+    assert passes[True] < passes[False]

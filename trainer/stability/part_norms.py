@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from rollout.errors import ConcordError
 from trainer.ranks import Ranks
 
+_torch: Any = torch
+"""For the foreach functions, which torch itself calls private."""
+
 
 class PartNorms:
     """One rank's part; silent outside `recording`."""
@@ -28,6 +31,7 @@ class PartNorms:
         """Hook every parameter of a sharded model, in its first forward pass: only there are they gathered."""
         self._ranks = ranks
         self._hooked: dict[int, Tensor] = {}
+        self._waiting: list[list[Tensor]] = []
         self._seen: list[Tensor] | None = None
         self._squares: dict[int, Tensor] = {}
         for unit in model.modules():
@@ -41,10 +45,14 @@ class PartNorms:
         self._seen = []
         try:
             yield
+            for waiting in self._waiting:
+                self._measure(waiting)  # of units some of whose parameters had no part in this pass
             norms = torch.stack(self._seen) if self._seen else torch.zeros(1, device=self._ranks.device)
             self._squares[micro_batch] = norms.double().square().sum()
         finally:
             self._seen = None
+            for waiting in self._waiting:
+                waiting.clear()
 
     def values(self, num_micro_batches: int) -> NDArray[np.float64]:
         """[M, W] norms of the step's first M micro-batches. Collective.
@@ -61,12 +69,22 @@ class PartNorms:
 
     def _find(self, handles: list[RemovableHandle], unit: nn.Module, _args: object) -> None:
         """The unit's parameters are gathered now, and the objects stay the same from here on."""
-        for parameter in unit.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
-                self._hooked[id(parameter)] = parameter
-                parameter.register_post_accumulate_grad_hook(self._see)
+        found = [p for p in unit.parameters() if p.requires_grad and not isinstance(p, DTensor) and id(p) not in self._hooked]
+        waiting: list[Tensor] = []
+        self._waiting.append(waiting)
+        for parameter in found:
+            self._hooked[id(parameter)] = parameter
+            parameter.register_post_accumulate_grad_hook(partial(self._see, waiting, len(found)))
         handles.pop().remove()
 
-    def _see(self, parameter: Tensor) -> None:
+    def _see(self, waiting: list[Tensor], whole: int, parameter: Tensor) -> None:
+        """Measure the gradients of a unit together: they are reduced, and freed, together."""
         if self._seen is not None and parameter.grad is not None:
-            self._seen.append(cast(Tensor, cast(Any, torch.linalg).vector_norm(parameter.grad, dtype=torch.float32)))
+            waiting.append(parameter.grad)
+            if len(waiting) == whole:
+                self._measure(waiting)
+
+    def _measure(self, waiting: list[Tensor]) -> None:
+        if waiting and self._seen is not None:
+            self._seen += _torch._foreach_norm(waiting, 2, torch.float32)
+        waiting.clear()
