@@ -6,7 +6,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import trainer_scenarios as scenarios
@@ -137,5 +136,15 @@ def usual_tau(folder: Path, name: str, multiple: float = 3.0, seed: int = 1) -> 
     return multiple * report.grad_norm * math.sqrt(report.num_tokens)
 
 
-def numbers(path: Path) -> Any:
-    return json.loads(path.read_text())
+def mask_two_culprits(rank: int, world: int, folder: Path) -> None:
+    """One step that masks two culprits, with the tau in `tau.json`: what rank R of W saw is `seen-wW-R.json`, the weights `masked-wW`."""
+    gradloc = {"threshold": {"type": "given", "tau": json.loads((folder / "tau.json").read_text())}, "action": "mask"}
+    trainer = scenarios.build(folder, "masking", rank, world, config={"micro_batch_tokens": scenarios.SMALL, "gradloc": gradloc})
+    places = negative_places(healthy_groups(1))
+    report = take(trainer, spiked(1, places[0], places[-1]))
+    trainer.publish(PolicyVersion(1, 1), folder / f"masked-w{world}")
+    trainer.close()
+    assert report.gradloc is not None
+    culprits = sorted((culprit.trajectory_id, culprit.position, culprit.omega, culprit.norm) for culprit in report.gradloc.culprits)
+    seen = {"culprits": culprits, "acted": report.gradloc.acted, "norm": report.grad_norm, "tokens": report.num_tokens}
+    (folder / f"seen-w{world}-{rank}.json").write_text(json.dumps(seen))

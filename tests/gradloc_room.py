@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gradloc_planted import Ran, Spiking, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of
 from trainer.config import TrainerConfig
@@ -23,17 +24,18 @@ from trainer.types import MicroBatch
 __all__ = [
     "Ran",
     "Spiking",
+    "hybrid_ranks_find_the_same",
     "located",
     "on_policy",
     "one_rank",
     "places",
     "plant",
     "random_step",
+    "ranks_find_what_was_planted",
     "run_step",
     "small_model",
     "spiking_loss",
     "tau_of",
-    "two_ranks_find_what_was_planted",
     "two_ranks_know_the_norms_of_parts",
     "watching",
 ]
@@ -54,28 +56,44 @@ def one_rank(folder: Path) -> Generator[Ranks]:
     leave_ranks()
 
 
-def two_ranks_find_what_was_planted(rank: int, world: int, folder: Path) -> None:
-    """One spike on each rank, in different micro-batches: both are in both ranks' report."""
+def ranks_find_what_was_planted(rank: int, world: int, folder: Path) -> None:
+    """One spike on each rank, in different micro-batches: every rank's report has all of them."""
     ranks = join_ranks(TrainerConfig(ranks=world), rank, f"file://{folder / 'rendezvous'}")
+    _find_one_on_each(ranks)
+    leave_ranks()
+
+
+def hybrid_ranks_find_the_same(rank: int, world: int, folder: Path) -> None:
+    """The same on a mesh that holds every shard twice as on a flat one: norms count each parameter once."""
+    flat = join_ranks(TrainerConfig(ranks=world), rank, f"file://{folder / 'rendezvous'}")
+    hybrid = replace(flat, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    norms, reports = zip(*(_find_one_on_each(ranks) for ranks in (flat, hybrid)), strict=True)
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
+    for one, other in zip(*(report.hits for report in reports), strict=True):
+        assert (one.micro_batch, one.rank, one.row, one.position) == (other.micro_batch, other.rank, other.row, other.position)
+        np.testing.assert_allclose([norm for _, norm in one.block_norms], [norm for _, norm in other.block_norms], rtol=1e-3)
+    leave_ranks()
+
+
+def _find_one_on_each(ranks: Ranks) -> tuple[float, GradLocReport]:
+    """The norm of the spiking step, and the report that names one token of each rank."""
+    world, rank = ranks.world, ranks.rank
     model, loss = small_model(ranks), spiking_loss()
     healthy = on_policy(model, ranks, random_step(rank, denominator=world))
     ran = run_step(model, loss, ranks, healthy)
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     tau = 3 * ran.norm / square**0.5
     gradloc = GradLoc(GradLocConfig(threshold=GivenTau(tau=tau), budget_passes=200), model, loss, ranks)
-    rng = np.random.default_rng(7)
-    for _ in range(1):
-        chosen = tuple(int(rng.integers(len(places(random_step(r))))) for r in range(world))
-        mine = next(p for p in places(healthy)[chosen[rank] :] + places(healthy) if p[0] == rank)
-        ran = run_step(model, loss, ranks, plant(healthy, mine, 3e4))
-        report = gradloc.observe(ran.norm, ran.data)
-        assert report is not None and report.outcome == "located", report
-        assert len(report.hits) == world
-        found = {hit.rank: (hit.micro_batch, hit.row, hit.position) for hit in report.hits}
-        assert found[rank] == mine, (found, mine)
-        assert all(hit.trajectory_id.startswith(f"t-{hit.rank}-") for hit in report.hits)
-        assert ranks.sum(torch.tensor([float(report.passes)])).item() == world * report.passes
-    leave_ranks()
+    mine = next(place for place in places(healthy)[7 * rank + 4 :] + places(healthy) if place[0] == rank % len(healthy))
+    ran = run_step(model, loss, ranks, plant(healthy, mine, 3e4))
+    report = gradloc.observe(ran.norm, ran.data)
+    assert report is not None and report.outcome == "located", report
+    assert len(report.hits) == world
+    found = {hit.rank: (hit.micro_batch, hit.row, hit.position) for hit in report.hits}
+    assert found[rank] == mine, (found, mine)
+    assert all(hit.trajectory_id.startswith(f"t-{hit.rank}-") for hit in report.hits)
+    assert ranks.sum(torch.tensor([float(report.passes)])).item() == world * report.passes
+    return ran.norm, report
 
 
 def two_ranks_know_the_norms_of_parts(rank: int, world: int, folder: Path) -> None:

@@ -52,3 +52,18 @@ def test_a_threshold_follows_the_weights_and_not_their_number():
 def test_a_tau_that_bounds_nothing_is_refused_with_the_cure(tau: float):
     with pytest.raises(ValueError, match="set `tau`"):
         set_threshold(tau, 1.0)
+
+
+def test_the_least_visible_spike_grows_as_the_golden_vector_says():
+    """Theorem 1: among N tokens in D dimensions a token sigma times as large as the others shows where sigma^2 - 1 >= c(eps) N / sqrt(D).
+
+    The vectors give the right-hand side and not the constant; c(0.01) is taken from the first of them and held against the second.
+    """
+    first = GOLDEN["V8_theorem1"]
+    assert first["N_over_sqrtD"] == first["N"] / math.sqrt(first["D"])
+    constant = first["rhs"] / first["N_over_sqrtD"]
+    for case in (first, first["alt"]):
+        assert case["rhs"] == pytest.approx(constant * case["N"] / math.sqrt(case["D"]), rel=1e-9)
+        assert case["sigma_min"] == pytest.approx(math.sqrt(1 + case["rhs"]), rel=1e-9)
+    assert first["sigma25_lhs"] == 25**2 - 1
+    assert [first["rhs"] <= 25**2 - 1, first["rhs"] <= 23**2 - 1] == [bool(first["ok25"]), bool(first["ok23"])]
