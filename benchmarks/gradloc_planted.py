@@ -20,7 +20,7 @@ from trainer.policy_model import PolicyModel
 from trainer.protocols import LossInputs
 from trainer.ranks import Ranks, reshard, shard_model
 from trainer.stability.blocks import block_norms, gradients_of, named_blocks
-from trainer.stability.gradient_probe import StepData
+from trainer.stability.gradient_probe import StepData, TokenLoss
 from trainer.stability.part_norms import PartNorms
 from trainer.stability.random_states import RandomState
 from trainer.types import MicroBatch
@@ -128,7 +128,7 @@ class Ran:
     weight_square: float
 
 
-def run_step(model: PolicyModel, loss: PolicyLoss, ranks: Ranks, micro_batches: Sequence[MicroBatch], norms: PartNorms | None = None) -> Ran:
+def run_step(model: PolicyModel, loss: TokenLoss, ranks: Ranks, micro_batches: Sequence[MicroBatch], norms: PartNorms | None = None) -> Ran:
     """Forward and backward of a whole step; `.grad` holds the sum, and `norms` has those of its micro-batches."""
     model.zero_grad(set_to_none=True)
     data = StepData(micro_batches=micro_batches)

@@ -8,15 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rollout.config import Section
-from rollout.faults.gradient_config import (
-    BlockExplosionFault,
-    DiffuseSpikeFault,
-    GradientFault,
-    GradSpikeFault,
-    NanTokenFault,
-    RatioSpikeFault,
-    TwoSpikesFault,
-)
+from rollout.faults.gradient_config import GradientFault
 
 
 class FaultSection(Section):
@@ -159,31 +151,17 @@ class DoubleBosFault(FaultSection):
 
 WeightFault = StaleReplicaFault | StaleHeadFault | LowPrecisionReplicaFault | RoutingPerturbedFault | CorruptTensorFault
 PromptFault = TokenizerSwapFault | TemplateSpaceFault | DoubleBosFault
-FaultConfig = Annotated[
-    StaleReplicaFault
-    | StaleHeadFault
-    | LowPrecisionReplicaFault
-    | RoutingPerturbedFault
-    | CorruptTensorFault
-    | KvKeptFault
-    | SilentTopPFault
+AnswerFault = (
+    SilentTopPFault
     | RetokenizedTurnFault
     | RawLogprobsFault
     | Bf16LogprobsFault
     | MissingRoutingFault
     | ShortLogprobsFault
     | VersionOffByOneFault
-    | TokenizerSwapFault
-    | TemplateSpaceFault
-    | DoubleBosFault
-    | GradSpikeFault
-    | TwoSpikesFault
-    | DiffuseSpikeFault
-    | NanTokenFault
-    | BlockExplosionFault
-    | RatioSpikeFault,
-    Field(discriminator="type"),
-]
+)
+EngineFault = WeightFault | KvKeptFault | AnswerFault
+FaultConfig = Annotated[EngineFault | PromptFault | GradientFault, Field(discriminator="type")]
 
 
 class FaultsConfig(Section):

@@ -6,8 +6,9 @@ from pathlib import Path
 from rollout.config import EngineConfig
 from rollout.errors import UserError
 from rollout.faults.config import (
+    AnswerFault,
     Bf16LogprobsFault,
-    FaultConfig,
+    EngineFault,
     FaultsConfig,
     FaultSection,
     KvKeptFault,
@@ -79,11 +80,11 @@ def planted_engine_config(config: EngineConfig, faults: FaultsConfig, replica: i
     return config
 
 
-def _rank(fault: FaultConfig) -> int:
+def _rank(fault: EngineFault) -> int:
     return next((place for place, kind in enumerate(_ORDER, start=1) if isinstance(fault, kind)), 0)
 
 
-def _answering(engine: Engine, fault: FaultConfig, seed: int, tokenizer: Tokenizer | None) -> Engine:
+def _answering(engine: Engine, fault: AnswerFault, seed: int, tokenizer: Tokenizer | None) -> Engine:
     if isinstance(fault, RawLogprobsFault):
         return RawLogprobs(engine, fault, fault.type, seed)
     if isinstance(fault, SilentTopPFault | RetokenizedTurnFault):

@@ -34,7 +34,8 @@ class ScaledBlock:
         if self.factor == 1.0:
             return None
         if isinstance(output, tuple):
-            return scaled_backward(output[0], self.factor), *output[1:]
+            hidden, *others = cast(tuple[Any, ...], output)
+            return scaled_backward(hidden, self.factor), *others
         return scaled_backward(output, self.factor)
 
 

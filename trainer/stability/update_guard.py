@@ -59,6 +59,7 @@ class UpdateGuard:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> None:
         self._optimizers, self._ranks = tuple(optimizers), ranks
 
+    @torch.no_grad()
     def refusal(self, rate: float, gradient_norm: float) -> str:
         """Why the next update must not be applied, the same on all ranks; empty where it may be.
 
@@ -87,7 +88,6 @@ class UpdateGuard:
         return ""
 
 
-@torch.no_grad()
 def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Of this rank's parts; what ranks hold alike counts more than once, which only loosens the bound."""
     if not tensors:
