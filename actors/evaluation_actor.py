@@ -1,6 +1,7 @@
 """The evaluation in an actor of its own, and its port for the driver."""
 
 import os
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.errors import ConcordError
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator
+from rollout.faults.evaluations import plant_evaluator
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import EngineTag
 from rollout.weights import PolicyVersion
@@ -25,15 +27,16 @@ class EvaluationActor:
 
     def __init__(self, spec: FleetSpec) -> None:
         enter_process("evaluation", spec.run_dir)
-        self._evaluator = build_evaluator(
+        build = partial(
+            build_evaluator,
             config=spec.evaluation,
             environment=spec.environment,
             reward=spec.reward,
             sampling=spec.sampling,
             seed=spec.seed,
             max_context=spec.max_context,
-            tokenizer=load_tokenizer(spec.model_dir),
         )
+        self._evaluator = plant_evaluator(lambda tokenizer: build(tokenizer=tokenizer), load_tokenizer(spec.model_dir), spec.faults)
 
     async def pid(self) -> int:
         return os.getpid()

@@ -13,6 +13,7 @@ from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.errors import ProcessLostError
+from rollout.faults.rewards import plant_reward
 from rollout.rewards.errors import RewardFailure
 from rollout.rewards.judging import judge_group
 from rollout.rewards.pool import Judgement, RewardJob
@@ -28,7 +29,7 @@ class RewardActor:
 
     def __init__(self, spec: FleetSpec, index: int) -> None:
         enter_process(f"reward-{index}", spec.run_dir)
-        self._function = build_reward(spec.reward)
+        self._function = plant_reward(build_reward(spec.reward), spec.faults)
 
     def pid(self) -> int:
         return os.getpid()

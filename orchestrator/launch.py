@@ -33,6 +33,7 @@ from rollout.environments.registry import build_source
 from rollout.errors import UserError
 from rollout.evaluation.overlap import NGRAM, PromptCheck, check_prompts
 from rollout.evaluation.prompts import held_out_prompts
+from rollout.faults.sources import plant_source
 from rollout.prompts import PromptCursor
 from rollout.protocols import PromptSource, Recovery
 from rollout.rewards.registry import needs_answer
@@ -69,12 +70,24 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
         raise UserError(
             f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; set {facts.max_context} or less"
         )
-    source = build_source(config.environment, config.run.seed, needs_answer(config.reward))
+    source = training_source(config)
     max_context = wanted or facts.max_context
     if max_context is None:
         raise UserError(f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len")
     prompts = checked_prompts(config, source)
     return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)), prompts=prompts)
+
+
+def training_source(config: RunConfig) -> PromptSource:
+    """Where training prompts come from, planted faults included.
+
+    Raises:
+        UserError: the prompts are missing or malformed, or a planted fault cannot act on them.
+    """
+    environment, seed = config.environment, config.run.seed
+    source = build_source(environment, seed, needs_answer(config.reward))
+    held_out = held_out_prompts(environment, config.evaluation, seed, needs_answer(config.reward))
+    return plant_source(source, config.faults, held_out, digits=environment.digits if environment.type == "arithmetic" else None, seed=seed)
 
 
 def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:

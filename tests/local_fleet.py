@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +10,22 @@ from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
-from orchestrator.launch import Inputs, checked_prompts
+from orchestrator.launch import Inputs, checked_prompts, training_source
 from rollout.dispatch import Dispatch
 from rollout.engines.registry import build_engine
-from rollout.environments.registry import build_envs, build_source
+from rollout.environments.registry import build_envs
 from rollout.episode import EpisodeSettings
 from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ProcessLostError
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport, build_evaluator
+from rollout.faults.evaluations import plant_evaluator
 from rollout.faults.prompts import PlantedPrompts
 from rollout.faults.registry import plant_engine, planted_engine_config
+from rollout.faults.rewards import plant_reward
 from rollout.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.prompts import Prompt
 from rollout.protocols import Engine, EngineLoad
+from rollout.rewards.errors import RewardWorkerDied
 from rollout.rewards.judging import judge_group
 from rollout.rewards.registry import build_reward
 from rollout.store.sqlite import SqliteStore
@@ -40,7 +44,7 @@ EngineWrapper = Callable[[Engine, int], Engine]
 
 def inputs_of(config: RunConfig, model_dir: Path) -> Inputs:
     """What `drive` needs besides its config, for a model with a context of 512."""
-    source = build_source(config.environment, config.run.seed)
+    source = training_source(config)
     return Inputs(
         model_dir=model_dir,
         max_context=512,
@@ -259,6 +263,10 @@ class LocalEvaluator:
         return None
 
 
+def _dead() -> None:
+    raise RewardWorkerDied("the reward worker died")
+
+
 class LocalFleet:
     """Implements `actors.ports.Fleet`, faults of the config included. `wrap_engine` puts a test's own fault round an engine."""
 
@@ -296,7 +304,7 @@ class LocalFleet:
         return self.engines[slot]
 
     async def new_worker(self, index: int) -> LocalWorkerPort:
-        config, function = self._config, build_reward(self._config.reward)
+        config, function = self._config, plant_reward(build_reward(self._config.reward), self._config.faults, _dead)
         prompts = PlantedPrompts(self._tokenizer, config.faults)
 
         async def score(prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
@@ -329,15 +337,16 @@ class LocalFleet:
 
     def _real_evaluator(self) -> Evaluates:
         config = self._config
-        return build_evaluator(
+        build = partial(
+            build_evaluator,
             config=config.evaluation,
             environment=config.environment,
             reward=config.reward,
             sampling=config.sampling,
             seed=config.run.seed,
             max_context=512,
-            tokenizer=self._tokenizer,
         )
+        return plant_evaluator(lambda tokenizer: build(tokenizer=tokenizer), self._tokenizer, config.faults)
 
     def _real_auditor(self) -> Auditor:
         config = self._config

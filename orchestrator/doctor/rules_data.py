@@ -30,8 +30,8 @@ LENGTH_GROWTH = 1.3
 """Growth of the mean length that counts beside a reward that the evaluation does not follow."""
 LENGTH_CORRELATION = 0.6
 """Correlation of reward and length within groups above which the reward is a function of length."""
-EASY_SHARE = 0.8
-"""Share of groups without any difference, all of them right, above which prompts are too easy."""
+EASY_SHARE = 0.5
+"""Share of groups without any difference, all of them right, above which prompts are easy."""
 EASY_GAP = 0.15
 """By which the evaluation must lie below the training reward for that to be more than the end of learning."""
 FEW_PROMPTS = 0.5
@@ -224,14 +224,14 @@ def easy_prompts(record: Record) -> Finding | None:
     """Nearly all groups are solved, and the evaluation is not."""
     solved, alike = record.column("all_correct_groups")[-WINDOW:], record.column("zero_variance_groups")[-WINDOW:]
     every = lines(record)
-    if solved.size < WINDOW or not every or share((solved >= EASY_SHARE) & (alike >= EASY_SHARE)) < PERSISTENCE:
+    if solved.size < WINDOW or not every or min(level(solved), level(alike)) < EASY_SHARE:
         return None
     newest, reward = every[-1].points[-1], level(record.column("reward_mean")[-WINDOW:])
     score, error = newest.number("score"), newest.number("stderr")
     if not reward - score > max(EASY_GAP, SCORE_ERRORS * error):
         return None
     first, last, version = int(record.steps[-WINDOW]), record.last_step, int(newest.number("version"))
-    flags = record.column("all_correct_groups") >= EASY_SHARE
+    flags = record.column("all_correct_groups") >= EASY_SHARE / 2
     return Finding(
         cause=Cause.EASY_PROMPTS,
         severity=Severity.WARN,

@@ -35,9 +35,11 @@ class ArithmeticSource:
         if config.prompts + skip > 100**config.digits:
             wanted = f"environment.prompts = {config.prompts}" if not skip else f"environment.prompts = {skip} and evaluation.prompts = {config.prompts}"
             raise UserError(f"got {wanted}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or raise digits")
-        self._digits, self._turns = config.digits, config.turns
-        self._operands = _distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:]
-        self._order = PassOrder(config.prompts, seed, shuffle=True)
+        self._take(_distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:], config.digits, config.turns, seed)
+
+    def _take(self, operands: NDArray[np.int64], digits: int, turns: int, seed: int) -> None:
+        self._operands, self._digits, self._turns = operands, digits, turns
+        self._order = PassOrder(len(operands), seed, shuffle=True)
 
     @property
     def size(self) -> int:
@@ -62,6 +64,13 @@ class ArithmeticSource:
         """What is asked, and its answer."""
         left, right = (int(operand) for operand in self._operands[row])
         return f"{left:0{self._digits}d}+{right:0{self._digits}d}", str(left + right)[::-1]
+
+
+class EasySums(ArithmeticSource):
+    """The 55 sums below ten, one turn each, whatever the digits of the operands."""
+
+    def __init__(self, digits: int, seed: int) -> None:
+        self._take(np.array([(left, right) for left in range(10) for right in range(10 - left)], dtype=np.int64), digits, 1, seed)
 
 
 def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:

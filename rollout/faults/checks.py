@@ -16,6 +16,7 @@ from rollout.faults.config import (
     StaleReplicaFault,
     WeightFault,
 )
+from rollout.faults.data_config import DataFault, EasyPromptsFault, EvaluationTemplateFault, TrainEvalOverlapFault
 from rollout.faults.gradient_config import GradientFault, RatioSpikeFault
 
 
@@ -35,6 +36,10 @@ class FaultSurroundings:
     scripted_trainer: bool = False
     ratio_unused: bool = False
     """The loss compares no log-prob with the rollout's: old ones are recomputed, and nothing is corrected."""
+    evaluates: bool = False
+    """Held-out prompts are evaluated."""
+    sums: bool = True
+    """Prompts are sums."""
 
 
 def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
@@ -52,6 +57,9 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
     engine, sampling = around.engine, around.sampling
     if isinstance(fault, GradientFault):
         yield from _gradient_problems(fault, around)
+        return
+    if isinstance(fault, DataFault):
+        yield from _data_problems(fault, around)
         return
     if fault.replica >= engine.replicas:
         yield f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to {engine.replicas - 1}, or raise engine.replicas"
@@ -75,6 +83,13 @@ def _gradient_problems(fault: GradientFault, around: FaultSurroundings) -> Itera
             "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in the loss; "
             "set consistency.correction.type, such as 'tis', or another mode"
         )
+
+
+def _data_problems(fault: DataFault, around: FaultSurroundings) -> Iterator[str]:
+    if isinstance(fault, EvaluationTemplateFault | TrainEvalOverlapFault) and not around.evaluates:
+        yield "nothing is evaluated; set evaluation.every_steps"
+    if isinstance(fault, EasyPromptsFault) and not around.sums:
+        yield 'it makes sums; set environment.type = "arithmetic"'
 
 
 def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rollout.config import Section
+from rollout.faults.data_config import DataFault
 from rollout.faults.gradient_config import GradientFault
 
 
@@ -79,6 +80,14 @@ class KvKeptFault(ReplicaFaultSection):
     """Running requests keep the keys and values that older weights wrote, although the update asked for `recompute` and the tag says so."""
 
     type: Literal["kv_kept"] = "kv_kept"
+
+
+class SlowReplicaFault(ReplicaFaultSection):
+    """Every request waits before it is sampled."""
+
+    type: Literal["slow_replica"] = "slow_replica"
+    delay_s: Annotated[float, Field(gt=0)] = 0.5
+    """For so long."""
 
 
 class SilentTopPFault(FaultSection):
@@ -160,8 +169,8 @@ AnswerFault = (
     | ShortLogprobsFault
     | VersionOffByOneFault
 )
-EngineFault = WeightFault | KvKeptFault | AnswerFault
-FaultConfig = Annotated[EngineFault | PromptFault | GradientFault, Field(discriminator="type")]
+EngineFault = WeightFault | KvKeptFault | SlowReplicaFault | AnswerFault
+FaultConfig = Annotated[EngineFault | PromptFault | GradientFault | DataFault, Field(discriminator="type")]
 
 
 class FaultsConfig(Section):

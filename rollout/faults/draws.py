@@ -13,5 +13,10 @@ def selected(fault: FaultSection, kind: str, seed: int, key: str) -> bool:
         seed: `faults.seed`.
         key: the id.
     """
-    digest = hashlib.blake2b(f"{seed}/{kind}/{fault.replica}/{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fault.rate * 2.0**64
+    return drawn(fault.rate, seed, f"{kind}/{fault.replica}", key)
+
+
+def drawn(rate: float, seed: int, kind: str, key: str) -> bool:
+    """Whether a uniform number from a hash of the rest is below `rate`."""
+    digest = hashlib.blake2b(f"{seed}/{kind}/{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < rate * 2.0**64

@@ -18,9 +18,11 @@ from rollout.faults.config import (
     RetokenizedTurnFault,
     ShortLogprobsFault,
     SilentTopPFault,
+    SlowReplicaFault,
     VersionOffByOneFault,
     WeightFault,
 )
+from rollout.faults.data_config import DataFault
 from rollout.faults.engine_answers import (
     ChangedChunks,
     ChangedRequests,
@@ -34,6 +36,7 @@ from rollout.faults.engine_answers import (
     with_top_p,
     without_routing,
 )
+from rollout.faults.engine_speed import SlowEngine
 from rollout.faults.engine_weights import DoctoredWeights, KeptCache
 from rollout.faults.gradient_config import GradientFault
 from rollout.faults.weight_edits import weight_doctor
@@ -41,7 +44,7 @@ from rollout.protocols import Engine
 from rollout.tokenizer import Tokenizer
 
 _ORDER: Sequence[type[FaultSection]] = (
-    *(KvKeptFault, SilentTopPFault, RetokenizedTurnFault),
+    *(KvKeptFault, SlowReplicaFault, SilentTopPFault, RetokenizedTurnFault),
     *(RawLogprobsFault, Bf16LogprobsFault, MissingRoutingFault, ShortLogprobsFault, VersionOffByOneFault),
 )
 """From the engine outwards, behind faults in weights: log-probs are replaced before they are rounded, and labels are wrong for the reader only."""
@@ -61,13 +64,15 @@ def plant_engine(engine: Engine, faults: FaultsConfig, replica: int, *, scratch:
     Raises:
         UserError: `retokenized_turn` without a tokenizer.
     """
-    mine = [fault for fault in faults.plant if not isinstance(fault, PromptFault | GradientFault) and fault.replica == replica]
+    mine = [fault for fault in faults.plant if not isinstance(fault, DataFault | GradientFault | PromptFault) and fault.replica == replica]
     for index, fault in enumerate(sorted(mine, key=_rank)):
         if isinstance(fault, WeightFault):
             own = scratch / f"replica-{replica}" / f"{index}-{fault.type}"
             engine = DoctoredWeights(engine, fault, weight_doctor(fault, faults.seed, own), own)
         elif isinstance(fault, KvKeptFault):
             engine = KeptCache(engine, fault)
+        elif isinstance(fault, SlowReplicaFault):
+            engine = SlowEngine(engine, fault)
         else:
             engine = _answering(engine, fault, faults.seed, tokenizer)
     return engine

@@ -1,0 +1,59 @@
+"""Faults of evaluations: wrappers round an evaluator."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.digests import json_digest
+from rollout.evaluation.evaluator import Evaluates, EvaluationReport
+from rollout.faults.config import FaultsConfig
+from rollout.faults.data_config import EvaluationTemplateFault
+from rollout.faults.prompts import TokenizerWrapper
+from rollout.prompts import Message
+from rollout.protocols import Engine
+from rollout.tokenizer import Tokenizer
+from rollout.trajectory import EngineTag
+from rollout.weights import PolicyVersion
+
+
+class OtherTemplate(TokenizerWrapper):
+    """Every prompt begins with its own first character once more; a template that does so has another digest."""
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """[P] ids of the changed text."""
+        return self.inner.encode(text[:1] + text)
+
+    def render_chat(self, messages: Sequence[Message]) -> NDArray[np.int32]:
+        """[P] ids of a conversation that begins with an empty system message."""
+        return self.inner.render_chat((Message(role="system", content=""), *messages))
+
+    def chat_template_digest(self) -> str:
+        """Of the changed template."""
+        return json_digest([self.inner.chat_template_digest(), "changed"])
+
+
+class ChangedTemplateEvaluator:
+    """Implements `Evaluates`: one evaluator before the fault, another from it on."""
+
+    def __init__(self, before: Evaluates, changed: Evaluates, fault: EvaluationTemplateFault) -> None:
+        self._before, self._changed, self._fault = before, changed, fault
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        """Both use the engine."""
+        self._before.connect(slot, engine, tag)
+        self._changed.connect(slot, engine, tag)
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        """By the one whose time it is."""
+        chosen = self._changed if policy.version >= self._fault.start_version else self._before
+        return await chosen.evaluate(slot, policy, label)
+
+
+def plant_evaluator(build: Callable[[Tokenizer], Evaluates], tokenizer: Tokenizer, faults: FaultsConfig) -> Evaluates:
+    """The evaluator that `build` makes of a tokenizer, with the faults planted on evaluations; without any, as it is."""
+    evaluator = build(tokenizer)
+    for fault in faults.plant:
+        if isinstance(fault, EvaluationTemplateFault):
+            evaluator = ChangedTemplateEvaluator(evaluator, build(OtherTemplate(tokenizer)), fault)
+    return evaluator
