@@ -22,7 +22,7 @@ MAX_ROWS = 1000
 MAX_EVENTS = 1000
 OF_INTEREST = frozenset(
     (
-        *("evaluation", "prompts_checked", "step_skipped", "consistency_finding", "consistency_drift", "routing_incomplete"),
+        *("evaluation", "prompts_checked", "step_skipped", "gradloc", "consistency_finding", "consistency_drift", "routing_incomplete"),
         *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost"),
     )
 )

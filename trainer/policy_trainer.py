@@ -29,9 +29,9 @@ from trainer.gradient_step import GradientReport, GradientStep, PhaseClock
 from trainer.loading import DTYPES, load_policy
 from trainer.loss_settings import LossSettings
 from trainer.model_dir import check_model_dir
-from trainer.optimizer import PolicyOptimizer
 from trainer.packing import pack
 from trainer.planted.draws import StepBatches
+from trainer.planted.learning_rate import planted_optimizer
 from trainer.planted.loss import PlantedLoss
 from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
@@ -92,7 +92,7 @@ class PolicyTrainer:
             if settings.faults.in_gradients:
                 loss = self._planted = PlantedLoss(loss, self._model, settings.faults, corrects=settings.corrects)
             blocks = named_blocks(self._model)
-            self._optimizer = PolicyOptimizer(blocks, config.optimizer, self._ranks, total_steps)
+            self._optimizer = planted_optimizer(settings.faults, blocks, config.optimizer, self._ranks, total_steps)
             watch = StepWatch(config, self._model, blocks, self._ranks)
             self._gradient = GradientStep(
                 self._model, loss, self._optimizer, self._ranks, watch=watch, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]

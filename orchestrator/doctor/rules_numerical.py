@@ -20,6 +20,8 @@ COLLAPSE = 0.01
 """Gradient norm over its median at the start, below which it has collapsed."""
 WINDOW = 10
 PERSISTENCE = 0.8
+REASON = "non-finite"
+"""How the reason of such a skipped step begins; others were skipped on request."""
 ALIKE = 0.5
 """Share of groups without a difference above which a small gradient is what the data give."""
 
@@ -28,7 +30,7 @@ def non_finite(record: Record) -> Finding | None:
     """A step that was skipped, or a value of an applied one that is no number."""
     begin = max(0, record.steps.size - RECENT)
     first = int(record.steps[begin]) if record.steps.size else 0
-    events = [event for event in record.of_kind("step_skipped") if event.step >= first]
+    events = [event for event in record.of_kind("step_skipped") if event.step >= first and event.text("reason").startswith(REASON)]
     broken = [name for name in ("loss", "grad_norm") if name in record.columns and not np.isfinite(record.column(name)[begin:]).all()]
     if not events and not broken:
         return None
@@ -79,11 +81,14 @@ def gradient_spike(record: Record) -> Finding | None:
         return None
     row, times = max(spikes, key=lambda spike: spike[1])
     step, value = int(record.steps[row]), float(record.column("grad_norm")[row])
+    searches = [event for event in record.of_kind("gradloc") if event.number("culprits") > 0 and event.step >= int(record.steps[spikes[0][0]]) - 1]
+    found = "" if not searches else f"; GradLoc found token {searches[-1].text('token_text')!r} of {searches[-1].text('trajectory_id')}"
     return Finding(
         cause=Cause.GRADIENT_SPIKE,
         severity=Severity.WARN,
         since=int(record.steps[spikes[0][0]]),
-        summary=f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps before ({len(spikes)} such steps)",
+        summary=f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps before "
+        f"({len(spikes)} such steps){found}",
         evidence=(Evidence(series="grad_norm", first_step=step, last_step=step, numbers=(("norm", value), ("over the median", times), ("limit", SPIKE))),),
     )
 

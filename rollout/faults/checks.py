@@ -16,7 +16,7 @@ from rollout.faults.config import (
     StaleReplicaFault,
     WeightFault,
 )
-from rollout.faults.data_config import DataFault, EasyPromptsFault, EvaluationTemplateFault, TrainEvalOverlapFault
+from rollout.faults.data_config import DataFault, EasyPromptsFault, EvaluationTemplateFault, HighLearningRateFault, TrainEvalOverlapFault
 from rollout.faults.gradient_config import GradientFault, RatioSpikeFault
 
 
@@ -88,6 +88,8 @@ def _gradient_problems(fault: GradientFault, around: FaultSurroundings) -> Itera
 def _data_problems(fault: DataFault, around: FaultSurroundings) -> Iterator[str]:
     if isinstance(fault, EvaluationTemplateFault | TrainEvalOverlapFault) and not around.evaluates:
         yield "nothing is evaluated; set evaluation.every_steps"
+    if isinstance(fault, HighLearningRateFault) and around.scripted_trainer:
+        yield "the scripted trainer has no optimizer; set trainer.type = 'fsdp'"
     if isinstance(fault, EasyPromptsFault) and not around.sums:
         yield 'it makes sums; set environment.type = "arithmetic"'
 

@@ -1,6 +1,6 @@
 """Config of planted faults: which fault, on which replica, from which policy version on. Torch-free; it plants nothing.
 
-Those in the trainer's gradient are in `gradient_config`.
+Those in the trainer's gradient are in `gradient_config`, those in data, rewards, evaluations and the learning rate in `data_config`.
 """
 
 from typing import Annotated, Literal, Self

@@ -31,6 +31,8 @@ def test_entropy_that_falls_with_solved_groups_is_layer_1_and_no_alarm():
 def known_story(run: MadeUpRun) -> None:
     """Reward .30 -> .80, evaluation flat, length 400 -> 1,200, NaN at the end."""
     run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+    for name in ("all_correct_groups", "zero_variance_groups"):
+        run.set(name, lambda t: 0.2 * t)
     run.set("length_mean", lambda t: 400 + 800 * t)
     run.set("reward_length_correlation", lambda t: math.nan)
     rescore(run, lambda t: 0.3)
@@ -85,6 +87,9 @@ def _hard(run: MadeUpRun) -> None:
 
 
 def _detached(run: MadeUpRun) -> None:
+    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+    for name in ("all_correct_groups", "zero_variance_groups"):
+        run.set(name, lambda t: 0.2 * t)
     rescore(run, lambda t: 0.45)
 
 
@@ -117,6 +122,7 @@ def _block(run: MadeUpRun) -> None:
     for block in ("layers.0", "layers.1", "head"):
         run.blocks["block_grad_norm", block] = {int(row["step"]): 0.3 for row in run.rows}
     run.blocks["block_grad_norm", "layers.1"][len(run.rows) - 3] = 300.0
+    run.rows[-3]["grad_norm"] = 300.0
 
 
 def _gap(cause: str) -> Callable[[MadeUpRun], None]:
@@ -205,6 +211,20 @@ def test_scores_of_two_configurations_are_never_one_trend():
     _changed(run)
     assert diagnose(run.record()).findings[0].cause is Cause.EVALUATION_CHANGED
     assert not [f for f in diagnose(run.record()).findings if f.cause in (Cause.REWARD_INVERTED, Cause.REWARD_DETACHED)]
+
+
+def test_a_step_that_was_skipped_on_request_is_not_called_non_finite():
+    run = healthy(0)
+    run.event("step_skipped", len(run.rows), reason="gradloc found 1 tokens behind the norm")
+    assert diagnose(run.record()).primary is None
+
+
+def test_a_spike_names_the_token_that_a_search_found():
+    run = healthy(0)
+    _spike(run)
+    run.event("gradloc", len(run.rows) - 5, culprits=1, token_text="7", trajectory_id="d00000012-3")
+    primary = diagnose(run.record()).primary
+    assert primary is not None and "token '7' of d00000012-3" in primary.summary
 
 
 def test_what_lies_long_back_is_told_as_info():
