@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import typer
@@ -17,6 +18,7 @@ from rollout.digests import manifest_digest
 from rollout.errors import UserError
 from rollout.manifest import digest_directory
 from rollout.tokenizer import load_tokenizer
+from trainer.config import TrainerConfig
 from trainer.loss_settings import LossSettings
 from trainer.replay_report import MEANINGS, ReplayCulprit, ReplayReport, ReplayRun
 from trainer.saved_steps import SavedStep, read_step
@@ -37,7 +39,7 @@ def replay_step(path: Path, name: str, *, as_json: bool) -> None:
     settings = LossSettings(correction=config.consistency.correction, faults=config.faults)
     reference = prepare_model(config.model) if config.trainer.algorithm.kl_coef > 0 else weights
     report = replay(ReplaySource(saved=saved, weights_dir=weights, reference_dir=reference, config=config.trainer, settings=settings))
-    document = replay_document(name, saved, report, weights)
+    document = replay_document(name, saved, report, weights) | {"notes": notes(config.trainer, saved, report)}
     if as_json:
         typer.echo(json.dumps(document, allow_nan=False))
     else:
@@ -74,15 +76,25 @@ def replay_document(name: str, saved: SavedStep, report: ReplayReport, weights: 
         "device": report.device,
         "verdict": str(report.verdict),
         "reproduces": report.reproduces,
-        "words": words(report),
+        "words": "; ".join(words(report)),
         "runs": [_run(run) for run in report.runs],
         "search": report.search,
         "tokens": [_token(culprit, weights) for culprit in report.culprits],
     }
 
 
-def words(report: ReplayReport) -> str:
-    """The verdict, in a sentence or two."""
+def notes(config: TrainerConfig, saved: SavedStep, report: ReplayReport) -> list[str]:
+    """What the reader of a verdict should know besides."""
+    said: list[str] = []
+    if saved.planted:
+        said.append(f"the step had planted faults, which are planted again: {', '.join(planted.fault for planted in saved.planted)}")
+    if config.num_gpus > 0 and report.device == "cpu":
+        said.append("the run trained on GPUs and this process sees none: kernels are others than the run's")
+    return said
+
+
+def words(report: ReplayReport) -> list[str]:
+    """The verdict, and what it rests on."""
     again = "it reproduces with the fixed batch" if report.reproduces else "it does not reproduce with the fixed batch"
     parts = [f"{again}: {MEANINGS[report.verdict]}"]
     first = report.runs[0]
@@ -90,7 +102,7 @@ def words(report: ReplayReport) -> str:
         parts.append(f"forward, the first that is not finite is {first.forward.block} (micro-batch {first.forward.micro_batch})")
     if first.backward is not None:
         parts.append(
-            f"backward, {first.backward.block} is the first to make a gradient that is not finite, which reaches {first.backward.reached} "
+            f"backward, the first gradient that is not finite comes out of {first.backward.block} and reaches {first.backward.reached} "
             f"(micro-batch {first.backward.micro_batch})"
         )
     if report.culprits:
@@ -98,7 +110,7 @@ def words(report: ReplayReport) -> str:
         parts.append(f"the loss term of {places} alone does it")
     elif report.search:
         parts.append(f"the search for a token ended {report.search}")
-    return "; ".join(parts)
+    return parts
 
 
 def _number(value: float) -> float | str:
@@ -130,7 +142,7 @@ def _show(document: Mapping[str, object], report: ReplayReport) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
-    say(f"step {document['step']}, to make {document['policy']} from {document['weights']}, was kept for: {document['kept_for']}")
+    say(f"step {document['step']}, from {document['weights']} to {document['policy']}, was kept for: {document['kept_for']}")
     table = Table(title=f"the fixed batch, on {report.device}")
     for header in ("run", "dtype", "deterministic", "loss", "gradient norm", "first not finite, forward", "backward"):
         table.add_column(header)
@@ -138,4 +150,10 @@ def _show(document: Mapping[str, object], report: ReplayReport) -> None:
         places = [f"{place.block} ({place.micro_batch})" if place else "" for place in (run.forward, run.backward)]
         table.add_row(run.name, run.dtype, "yes" if run.deterministic else "", f"{run.loss:.6g}", f"{run.grad_norm:.6g}", *places)
     console.print(table)
-    say(f"verdict {document['verdict']}: {document['words']}")
+    say(f"verdict {document['verdict']}")
+    for line in words(report):
+        say(f"  {line}")
+    for token in cast("list[dict[str, object]]", document["tokens"]):
+        say(f"  token {token['token_id']} {token['text']!r} at position {token['position']} of {token['trajectory_id']}")
+    for note in cast("list[str]", document["notes"]):
+        say(f"  note: {note}")

@@ -173,7 +173,7 @@ ADVICE: Mapping[Cause, Advice] = {
     ),
     Cause.NON_FINITE: Advice(
         do=(
-            "Run the saved batch of the skipped step again, where the run kept one: does it come from the batch, the number format or the state?",
+            "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the batch, the number format or the state?",
             "Then go on from the last checkpoint before it.",
         ),
         do_not=("Do not change the learning rate before you know which token or block came first.",),

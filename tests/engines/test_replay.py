@@ -141,7 +141,10 @@ def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names
     assert document["saved_loss"] == "nan" and "alone does it" in document["words"]
 
     replay_step(run, "3", as_json=False)
-    assert "verdict batch: it reproduces with the fixed batch" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "verdict batch\n  it reproduces with the fixed batch" in said
+    assert f"at position {planted['position']} of {planted['trajectory_id']}" in said
+    assert "note: the step had planted faults, which are planted again: nan_token" in said
 
     with pytest.raises(UserError, match=r"got step '2', but .* holds 3"):
         replay_step(run, "2", as_json=False)
