@@ -84,10 +84,10 @@ def scored(groups: Sequence[TrajectoryGroup], place: Place, *, suspect: bool, na
 
 
 @contextmanager
-def live_trainer(folder: Path, name: str, gradloc: Mapping[str, object], **config: object) -> Generator[PolicyTrainer]:
-    """A trainer of the model `folder`/dense with several micro-batches a step."""
+def live_trainer(folder: Path, name: str, gradloc: Mapping[str, object], model: str = "dense", **config: object) -> Generator[PolicyTrainer]:
+    """A trainer of the model `folder`/`model` with several micro-batches a step."""
     settings = {"micro_batch_tokens": scenarios.SMALL, "gradloc": dict(gradloc), **config}
-    trainer = scenarios.build(folder, name, config=settings)
+    trainer = scenarios.build(folder, name, model=model, config=settings)
     try:
         yield trainer
     finally:

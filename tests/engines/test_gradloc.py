@@ -1,5 +1,6 @@
 """The search on a live sharded step: the planted token is found, and nothing is left behind."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -7,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
+from gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
 from pydantic import ValidationError
 from torch import Tensor
 
 from rollout.errors import UserError
+from trainer.config import GrpoConfig
+from trainer.consistency.config import NoCorrection
+from trainer.policy_loss import PolicyLoss
 from trainer.policy_model import PolicyModel
+from trainer.protocols import LossInputs
 from trainer.ranks import Ranks, local_tensor
 from trainer.stability import GradLoc
 from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import StepData
-from trainer.stability.gradloc import TermPlace, without_terms
+from trainer.stability.gradloc import StepSigns, TermPlace, without_terms
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
 
@@ -60,6 +65,38 @@ def test_a_nan_token_is_found(model: PolicyModel, alone: Ranks, healthy: tuple[M
         report = watching(model, alone, 1.0, loss).observe(ran.norm, ran.data)
         assert located(report) == [place]
         assert report is not None and report.trigger == "non_finite"
+
+
+class Unbounded(Spiking):
+    """Where a spike was planted the term is infinite, by a constant: its gradient is not."""
+
+    def loss(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
+        planted: Tensor = inputs.rollout_logprobs > 0  # pyright: ignore[reportAttributeAccessIssue]
+        return super().loss(logprobs, inputs) + torch.where(planted, float("inf"), 0.0)
+
+
+def test_a_loss_that_is_not_finite_is_found_though_every_gradient_is(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = PolicyLoss(GrpoConfig(), Unbounded(), None, NoCorrection())
+    place = places(healthy)[40]
+    ran = run_step(model, loss, alone, plant(healthy, place, 1.0))
+    assert math.isfinite(ran.norm)
+    gradloc = watching(model, alone, 1e9, loss)
+    report = gradloc.observe(ran.norm, ran.data, signs=StepSigns(loss=math.inf))
+    assert located(report) == [place] and report is not None and report.trigger == "non_finite"
+    assert gradloc.observe(ran.norm, ran.data) is None
+
+
+def test_a_step_that_was_taken_otherwise_is_remembered_otherwise(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    ran = run_step(model, spiking_loss(), alone, healthy)
+    gradloc = watching(model, alone, 1e9)
+    histories: list[list[float]] = []
+    for amended in (None, (), (2.0, 0.25)):
+        gradloc.load_state({"history": [5.0], "suspect_passes": []})
+        gradloc.observe(ran.norm, ran.data)
+        if amended is not None:
+            gradloc.amend(*amended)
+        histories.append(gradloc.state()["history"])
+    assert histories == [[pytest.approx(ran.norm / ran.weight_square**0.5)], [5.0], [4.0]]
 
 
 def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):

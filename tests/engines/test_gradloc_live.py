@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import build_stored
+from builders import build_routing, build_stored
 from gradloc_live_room import (
     NOT_A_NUMBER,
     SPIKE,
@@ -276,3 +276,39 @@ def test_norms_that_backward_leaves_behind_save_the_passes_over_micro_batches(fo
         assert found(report) == [place]
         passes[known] = evidence_of(report).passes
     assert passes[True] < passes[False]
+
+
+def test_a_step_without_a_trigger_runs_no_pass_more(folder: Path, given: dict[str, Any]):
+    counts: list[tuple[int, int]] = []
+    for name, gradloc in (("never", {"enabled": False}), ("watching", {"threshold": given})):
+        with live_trainer(folder, name, gradloc) as trainer:
+            passes: list[int] = []
+            trainer._model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+            report = take(trainer, build_stored(healthy_groups(1)))
+            assert report.gradloc is None
+            counts.append((len(passes), report.num_micro_batches))
+    assert counts[0] == counts[1] and counts[0][0] == counts[0][1] > 1
+
+
+def test_a_search_runs_on_the_experts_that_the_step_ran_on(models: Path, folder: Path):
+    if not (models / "moe").exists():
+        write_model(models / "moe", moe=True, tie_word_embeddings=False)
+    (folder / "moe").symlink_to(models / "moe")
+    groups = [
+        replace(group, trajectories=tuple(replace(t, routing=build_routing(t.token_ids.size - 1, seed=index)) for index, t in enumerate(group.trajectories)))
+        for group in healthy_groups(2)
+    ]
+    place = negative_places(groups)[9]
+    plant(groups, place)
+    given = {"type": "given", "tau": usual_tau(folder, "usual", multiple=30.0)}
+    weights: list[str] = []
+    for name, gradloc in (("masking", {"threshold": given, "action": "mask"}), ("plain", {"enabled": False})):
+        with live_trainer(folder, name, gradloc, model="moe", replay_routing=True) as trainer:
+            if name == "masking":
+                report = take(trainer, build_stored(groups))
+                assert found(report) == [place] and evidence_of(report).outcome == "located"
+                assert report.routing_replayed_fraction > 0.5
+            else:
+                never_had(trainer, build_stored(groups), [place])
+            weights.append(digest(trainer, folder, name))
+    assert weights[0] == weights[1]

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 from audit_fakes import ScriptedScorer, scripted_auditor
 from builders import BASE, build_dispatch, build_group, build_stored
+from search_evidence import build_culprit, build_search
 
 from rollout.trajectory import TrajectoryGroup
 from rollout.weights import PolicyVersion
 from trainer.consistency.config import ConsistencyConfig
-from trainer.consistency.evidence import Cause, GroupEvidence, decode_evidence
+from trainer.consistency.evidence import AuditedGroup, Cause, GroupEvidence, decode_evidence
 from trainer.consistency.precision import GapBaseline
 from trainer.consistency.report import AuditContext, AuditReport, ReplicaFacts
 from trainer.consistency.service import PromptReader
+from trainer.stability.evidence import Acted
+from trainer.stability.quarantine import quarantined
 from trainer.types import Verdict
 
 V1 = PolicyVersion(1, 1)
@@ -124,3 +127,14 @@ def test_a_first_audit_of_a_bf16_trainer_measures_it_against_its_own_float32():
         context = AuditContext(committed=frozenset((BASE,)), replicas=(facts(baseline=baseline),))
         report, _ = auditor.audit(build_stored([build_group()]), context, "verdict")
         assert report.gaps[0].trainer_rounding == expected
+
+
+def test_an_audit_does_not_lift_what_the_gradient_search_quarantined():
+    group = build_group()
+    culprit = build_culprit(trajectory_id=group.trajectories[1].trajectory_id, position=5)
+    (out,) = quarantined([AuditedGroup(group=group)], build_search(acted=Acted.QUARANTINED, culprits=(culprit,)))
+    auditor = scripted_auditor(ConsistencyConfig())
+    report, (annotation,) = auditor.audit(build_stored([group], [out.verdict]), AuditContext(committed=frozenset((BASE,)), replicas=(facts(),)), "verdict")
+    assert report.groups[0].verdicts == (Verdict.ACCEPT, Verdict.QUARANTINE)
+    found = decode_evidence(annotation.payload).trajectories[1]
+    assert found.reasons == ("gradient_spike",) and found.scored.any()

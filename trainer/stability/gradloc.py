@@ -233,7 +233,9 @@ class GradLoc:
     ) -> GradLocReport:
         start = perf_counter()
         table, places = self._gathered(step.micro_batches, suspects)
-        known = None if part_norms is None else part_norms.values(len(step.micro_batches))
+        # Norms of gradients do not know where a loss that is not finite comes from.
+        only_loss = trigger == "non_finite" and math.isfinite(grad_norm)
+        known = None if part_norms is None or only_loss else part_norms.values(len(step.micro_batches))
         probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences)
         with probe:
             searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
