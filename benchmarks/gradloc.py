@@ -13,20 +13,21 @@ from harness import parser, report
 from rank_processes import on_ranks
 
 
-def search(count: int) -> dict[str, Any]:
+def search(count: int, seed: int) -> dict[str, Any]:
     """All kinds of cases on one rank and on two, `count` single spikes in all."""
-    worlds = [on_ranks(world, all_cases, -(-count // 2)) for world in (1, 2)]
+    worlds = [on_ranks(world, all_cases, -(-count // 2), seed) for world in (1, 2)]
     return {name: merged([world[name] for world in worlds]) for name in worlds[0]}
 
 
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--count", type=int, default=1000, help="single spikes; the other kinds follow from it")
+    arguments.add_argument("--seed", type=int, default=0, help="of the cases")
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
     arguments.add_argument("--only", choices=("search", "cost", "dormant"), default=None)
     chosen = arguments.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "search": lambda: search(chosen.count),
+        "search": lambda: search(chosen.count, chosen.seed),
         "cost": lambda: {**on_ranks(2, search_cost, chosen.pairs), **on_ranks(2, memory)},
         "dormant": lambda: on_ranks(1, dormant, chosen.pairs),
     }

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from trainer.stability.part_norms import PartNorms
 from trainer.stability.thresholds import published_passes
 from trainer.types import MicroBatch
 
-TAU_MULTIPLE = 3.0
-"""The step's threshold over the norm of its healthy gradient."""
+TAU_MULTIPLE = 10.0
+"""The step's threshold over the norm of its healthy gradient: that of a calibrated threshold by default."""
 SMALLEST, LARGEST = 30.0, 1e4
 """Sizes of spikes over the step's threshold."""
 CASES_A_STEP = 10
@@ -55,19 +56,18 @@ Spot = tuple[int, tuple[int, int, int]]
 """Rank, and (micro-batch, row, position) there; the second is right on that rank only."""
 
 
-def room(ranks: Ranks, moe: bool, micro_batches: int) -> Room:
+def room(ranks: Ranks, moe: bool, micro_batches: int, seed: int) -> Room:
     torch.set_num_threads(1)
     model = small_model(ranks, moe=moe)
-    rng = np.random.default_rng((moe, micro_batches, ranks.world))
+    rng = np.random.default_rng((seed, moe, micro_batches, ranks.world))
     return Room(ranks=ranks, model=model, loss=spiking_loss(), norms=PartNorms(model, ranks), rng=rng, micro_batches=micro_batches)
 
 
 def healthy_steps(at: Room) -> Iterator[Step]:
     """New rows for every `CASES_A_STEP` cases."""
-    number = 0
     while True:
-        width = int(at.rng.integers(12, 41))
-        drawn = random_step(1000 * number + at.ranks.rank, micro_batches=at.micro_batches, rows=2, width=width, denominator=at.ranks.world)
+        first, width = int(at.rng.integers(1 << 30)), int(at.rng.integers(12, 41))
+        drawn = random_step(first + at.ranks.rank, micro_batches=at.micro_batches, rows=2, width=width, denominator=at.ranks.world)
         rows = on_policy(at.model, at.ranks, drawn)
         ran = run_step(at.model, at.loss, at.ranks, rows)
         square = math.sqrt(total(at.ranks, ran.weight_square))
@@ -75,7 +75,6 @@ def healthy_steps(at: Room) -> Iterator[Step]:
         longest = torch.tensor([float(max(int(micro.loss_mask.sum()) for micro in rows)) if r == at.ranks.rank else 0.0 for r in range(at.ranks.world)])
         step = Step(rows=rows, tau=tau, threshold=tau * square, longest=int(at.ranks.sum(longest).max()))
         yield from [step] * CASES_A_STEP
-        number += 1
 
 
 def total(ranks: Ranks, value: float) -> float:
@@ -120,7 +119,7 @@ def exact(at: Room, report: GradLocReport | None, spots: Sequence[Spot]) -> bool
     return total(at.ranks, float(mine != found)) == 0
 
 
-def all_cases(ranks: Ranks, count: int) -> dict[str, dict[str, Any]]:
+def all_cases(ranks: Ranks, count: int, seed: int) -> dict[str, dict[str, Any]]:
     """`count` single spikes, a fifth of that in pairs and diffuse steps, and as many healthy steps, over dense and MoE, one and four micro-batches.
 
     Counts are sums; what ends in "at most" is the worst.
@@ -128,21 +127,33 @@ def all_cases(ranks: Ranks, count: int) -> dict[str, dict[str, Any]]:
     kinds = {"single": (single_spikes, count), "two": (two_spikes, count // 5), "healthy": (healthy_batches, count), "diffuse": (diffuse_batches, count // 5)}
     found: dict[str, dict[str, Any]] = {}
     for name, (work, number) in kinds.items():
-        answers = [work(ranks, moe, micro_batches, math.ceil(number / 4)) for moe in (False, True) for micro_batches in (1, 4)]
+        answers = [work(ranks, moe, micro_batches, math.ceil(number / 4), seed) for moe in (False, True) for micro_batches in (1, 4)]
         found[name] = merged(answers)
     return found
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums, and of what ends in "at most" the largest."""
-    keys = dict.fromkeys(key for answer in answers for key in answer)
-    return {key: (max if key.endswith("at most") else sum)(answer[key] for answer in answers if key in answer) for key in keys}
+    """Sums, and of what ends in "at most" the largest; misses one after the other."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for answer in answers for key in answer):
+        values = [answer[key] for answer in answers if key in answer]
+        found[key] = list(chain.from_iterable(values)) if key == "misses" else (max if key.endswith("at most") else sum)(values)
+    return found
 
 
-def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+def miss(case: int, report: GradLocReport | None, spots: Sequence[Spot], at: Room) -> dict[str, Any]:
+    """What a case of `exact` that is not says."""
+    said = {} if report is None else {"outcome": report.outcome, "explained": report.explained, "passes": report.passes, "grad_norm": report.grad_norm}
+    hits = [] if report is None else [(hit.rank, hit.micro_batch, hit.row, hit.position, hit.norm) for hit in report.hits]
+    shape = {"world": at.ranks.world, "micro_batches": at.micro_batches, "case": case, "model": at.model.architecture}
+    return {**shape, "planted": spots, "hits": hits, "threshold": math.nan if report is None else report.threshold, **said}
+
+
+def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
     """One spike a step; every fifth also without savings and with a right suspect."""
-    at, seen = room(ranks, moe, micro_batches), Counter[str]()
+    at, seen = room(ranks, moe, micro_batches, seed), Counter[str]()
     over: dict[str, list[int]] = {"savings": [], "published": [], "suspect": []}
+    misses: list[dict[str, Any]] = []
     for case, step in zip(range(count), healthy_steps(at), strict=False):
         where = spot(at, step)
         rows = planted(at, step, step.rows, where)
@@ -153,33 +164,39 @@ def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> di
             tries.append(("suspect", {"suspects": [where]}, 2))
         for name, settings, bound in tries:
             report = searched(at, step, rows, **settings)
+            right = exact(at, report, [where])
             seen[f"{name} cases"] += 1
-            seen[f"{name} exact"] += exact(at, report, [where])
+            seen[f"{name} exact"] += right
+            misses += [] if right else [miss(case, report, [where], at)]
             over[name].append(0 if report is None else report.passes - bound)
-    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items() if each}}
+    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items() if each}, "misses": misses}
 
 
-def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
     """Two spikes a step, anywhere."""
-    at, seen, over = room(ranks, moe, micro_batches), Counter[str](cases=0, exact=0), list[int]()
-    for _, step in zip(range(count), healthy_steps(at), strict=False):
+    at, seen, over = room(ranks, moe, micro_batches, seed), Counter[str](cases=0, exact=0), list[int]()
+    misses: list[dict[str, Any]] = []
+    for case, step in zip(range(count), healthy_steps(at), strict=False):
         first, second = spot(at, step), spot(at, step)
         while first == second:
             second = spot(at, step)
         rows = planted(at, step, planted(at, step, step.rows, first), second)
         report = searched(at, step, rows)
         seen["cases"] += 1
-        seen["exact"] += exact(at, report, [first, second])
+        right = exact(at, report, [first, second])
+        seen["exact"] += right
+        misses += [] if right else [miss(case, report, [first, second], at)]
         over.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
-    return {**seen, "passes over the bound, at most": max(over)}
+    return {**seen, "passes over the bound, at most": max(over), "misses": misses}
 
 
-def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
     """A stream of healthy steps under the default thresholds."""
-    at, seen = room(ranks, moe, micro_batches), Counter[str](cases=0, searches=0, located=0)
+    at, seen = room(ranks, moe, micro_batches, seed), Counter[str](cases=0, searches=0, located=0)
     gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks)
-    for case in range(count):
-        drawn = random_step(1000 * case + ranks.rank, micro_batches=micro_batches, rows=2, width=int(at.rng.integers(12, 41)), denominator=ranks.world)
+    for _ in range(count):
+        first, width = int(at.rng.integers(1 << 30)), int(at.rng.integers(12, 41))
+        drawn = random_step(first + ranks.rank, micro_batches=micro_batches, rows=2, width=width, denominator=ranks.world)
         ran = run_step(at.model, at.loss, ranks, on_policy(at.model, ranks, drawn))
         report = gradloc.observe(ran.norm, ran.data)
         seen["cases"] += 1
@@ -188,9 +205,9 @@ def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> 
     return dict(seen)
 
 
-def diffuse_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int) -> dict[str, Any]:
+def diffuse_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
     """Steps whose every term is scaled by 100."""
-    at, seen = room(ranks, moe, micro_batches), Counter[str](cases=0, located=0)
+    at, seen = room(ranks, moe, micro_batches, seed), Counter[str](cases=0, located=0)
     for _, step in zip(range(count), healthy_steps(at), strict=False):
         rows = [replace(micro, rollout_logprobs=np.where(micro.loss_mask, np.float32(100), micro.rollout_logprobs)) for micro in step.rows]
         report = searched(at, step, rows)
