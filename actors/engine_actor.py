@@ -12,6 +12,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors.calls import call, kill
+from actors.engine_metrics import serve_engine_metrics
 from actors.ports import Started, Updated
 from actors.process import enter_process
 from actors.spec import FleetSpec
@@ -41,6 +42,7 @@ class EngineActor:
         enter_process(f"engine-{slot}", spec.run_dir)
         tokenizer = load_tokenizer(spec.model_dir)
         self._identity = identify(tokenizer)
+        self._config, self._metrics_host = spec.engine, spec.metrics_host
         self._engine: Engine = build_engine(
             planted_engine_config(spec.engine, spec.faults, slot),
             replica=slot,
@@ -59,7 +61,12 @@ class EngineActor:
     async def start(self, manifest: WeightManifest) -> Started:
         with boundary(EngineError, "the engine did not start"):
             tag = await self._engine.start(manifest)
-            return Started(tag=tag, canary_logprobs=await self._engine.score(manifest.canary.token_ids), tokenizer=self._identity)
+            return Started(
+                tag=tag,
+                canary_logprobs=await self._engine.score(manifest.canary.token_ids),
+                tokenizer=self._identity,
+                metrics_address=serve_engine_metrics(self._config, self._metrics_host),
+            )
 
     async def submit(self, client: str, jobs: Sequence[tuple[int, GenerationJob]]) -> None:
         """Start requests of a client; their chunks wait for `collect`."""

@@ -34,5 +34,7 @@ class FleetSpec:
     cluster: ClusterConfig
     consistency: ConsistencyConfig
     max_staleness: int
+    metrics_host: str
+    """Address on which engines serve metrics of their own."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

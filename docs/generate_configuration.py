@@ -50,7 +50,7 @@ newest ones and never makes the loop wait.
 Gauges marked *column* are one number a step and stand in `metrics/part-N.parquet` too, under their name without `concord_`; where a row says -1 because
 nothing was measured, Prometheus gets no sample. Counters and histograms start at 0 with the process; totals of a run over its resumes are gauges. No label
 holds an id: every set of label values is fixed when a run starts. The layer of diagnosis says where to look first when a signal moves.
-vLLM's own metrics stay on its own endpoint, which the same file names.
+With `engine.serve_metrics`, vLLM's own metrics are on an endpoint of each replica, which the same file names.
 
 Alert rules on these names are in `deploy/prometheus`; [the runbook](runbook.md) says what to do about each.
 """

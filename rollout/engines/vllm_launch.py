@@ -94,7 +94,7 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
+        "disable_log_stats": not config.serve_metrics,
         "enable_return_routed_experts": config.return_routing or None,
     }
     if on_cpu:

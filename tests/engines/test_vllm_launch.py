@@ -15,6 +15,12 @@ def identity(replica: int = 0, seed: int = 1) -> EngineIdentity:
     return EngineIdentity(replica=replica, seed=seed, deterministic=False, sampling=SamplingConfig())
 
 
+
+def test_vllm_keeps_statistics_only_where_they_are_served():
+    for served in (False, True):
+        assert engine_arguments("m", VllmConfig(serve_metrics=served), identity(), on_cpu=True)["disable_log_stats"] is not served
+
+
 def test_replicas_compute_on_cores_of_their_own_as_long_as_there_are_some():
     cores = sorted(os.sched_getaffinity(0))
     bound = [core_of(VllmConfig(cpu_bind_from=0), identity(replica)) for replica in range(len(cores) + 1)]

@@ -1,0 +1,25 @@
+"""An engine's own metrics over HTTP, from the process that it runs in: Concord neither reads nor renames them."""
+
+from prometheus_client import start_http_server
+
+from rollout.config import EngineConfig, VllmConfig
+
+_ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
+    """Serve what the engine keeps in prometheus_client's own registry, on a free port until the process ends; answers with host:port.
+
+    An engine without metrics, and a config that does not ask for them, answers with nothing.
+    """
+    if not isinstance(engine, VllmConfig) or not engine.serve_metrics:
+        return ""
+    server, _ = start_http_server(0, addr=host)
+    return f"{_own_address() if host in _ANY_ADDRESS else host}:{server.server_port}"
+
+
+def _own_address() -> str:
+    """Of this node, as the others reach it."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
