@@ -27,7 +27,7 @@ from rollout.errors import ConcordError, DeadlineError, ProcessLostError
 from rollout.trajectory import GroupHeader
 from rollout.weights import PolicyVersion
 from trainer.consistency.config import ConsistencyConfig
-from trainer.consistency.evidence import ANNOTATION_KIND, Cause, Check, Severity
+from trainer.consistency.evidence import ANNOTATION_KIND, Attribution, Cause, Check, Severity
 from trainer.consistency.precision import NOISE_FLOOR_NATS, GapBaseline
 from trainer.consistency.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
 from trainer.types import OldLogprobSource, Verdict
@@ -316,6 +316,7 @@ class Consistency:
             explained=0.0 if gap.attribution is None else gap.attribution.explained,
             codes=",".join(dict.fromkeys(finding.code for finding in gap.findings)),
             detail=failed[0].detail if failed else "",
+            **({} if gap.attribution is None else _parts(gap.attribution)),
         )
         if cause is Cause.WEIGHT_SYNC and failed:
             await self._fail_replica(self._replicas[gap.replica], f"its log-probs are {gap.mean_abs:.3g} nats a token away from the trainer's: weight_sync")
@@ -323,6 +324,11 @@ class Consistency:
 
 _CAUSES = {Check.STRUCTURE: Cause.TOKENIZER, Check.TOKENIZER: Cause.TOKENIZER, Check.VERSION: Cause.VERSION_TAG}
 """Of a check that failed without a gap to attribute."""
+
+
+def _parts(attribution: Attribution) -> dict[str, float]:
+    """What each cause explains and what is left, as fields that add up to the gap."""
+    return {**{f"{cause}_nats": nats for cause, nats in attribution.parts}, f"{Cause.UNKNOWN}_nats": attribution.residual}
 
 
 def _ending(group: GroupVerdict) -> Ending:

@@ -172,7 +172,10 @@ def test_audit_watches_a_share_and_the_estimator_never_hears_of_it(tmp_path: Pat
     assert not any(verdict for step in case.trainer.verdicts for verdict in step)
     assert summary["rejected"] == {}
     assert 0 < summary["consistency"]["audited_groups"] < summary["dispatched"]
-    assert case.events("consistency_finding")
+    found = case.events("consistency_finding")
+    assert found
+    for event in found:
+        assert sum(value for name, value in event.items() if name.endswith("_nats") and name != "gap_nats") == pytest.approx(event["gap_nats"])
     assert len(case.events("consistency_baseline")) == 1
 
 
