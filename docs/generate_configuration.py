@@ -20,13 +20,13 @@ from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
 from orchestrator.doctor.causes import ADVICE, LAYER, Cause
+from orchestrator.layers import LAYERS
 from orchestrator.metric_types import Label, Metric
 from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
 from rollout.dispatch import FailReason, RejectReason
 from rollout.store.journal import EventKind
 
 DOCS = Path(__file__).resolve().parent
-LAYERS = {1: "data and reward", 2: "policy change", 3: "numerical updates", 4: "training system"}
 INTRODUCTION = """\
 <!-- Written by docs/generate_configuration.py from the config models. Change those, then run it again. -->
 # Configuration
@@ -207,7 +207,7 @@ def cell(text: str) -> str:
 def metrics_table() -> str:
     """One row a column of the metric parts."""
     rows = ["| column | unit | layer | meaning |", "| --- | --- | --- | --- |"]
-    return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |" for m in ROW_METRICS])
+    return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |" for m in ROW_METRICS])
 
 
 def metrics_page() -> str:
@@ -238,7 +238,7 @@ def block_metrics_table() -> str:
     """One row a signal of the block parts."""
     rows = ["| `signal` | unit | of each | layer | meaning |", "| --- | --- | --- | --- | --- |"]
     for m in BLOCK_CATALOGUE:
-        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.label_names)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer]} | {cell(m.help)} |")
+        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.label_names)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |")
     return "\n".join(rows)
 
 

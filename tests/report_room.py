@@ -1,49 +1,25 @@
 """Run directories to report on: a real scripted run in this process, and what no healthy run leaves behind, planted afterwards."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import numpy as np
-from local_fleet import LocalFleet, QuietReporter, inputs_of
+from loop_case import Case
 from numpy.typing import NDArray
 
-from orchestrator.config import parse_config
 from orchestrator.distributions import Distributions
 from orchestrator.histogram_parts import HistogramRecorder
-from orchestrator.launch import drive
 from orchestrator.metrics import DECLARED
-from orchestrator.run_dir import RunDir, create_run_dir
+from orchestrator.run_dir import RunDir
 from rollout.weights import PolicyVersion
 from trainer.histograms import BucketCounts, bucket_counts
-from trainer.scripted import ScriptedTrainer
-
-MODEL = Path(__file__).parents[1] / "benchmarks" / "workload" / "model"
-DEADLINE_S = 30.0
 
 
 def scripted_run(folder: Path, *overrides: str) -> RunDir:
     """A run of twelve steps, or what `overrides` say."""
-    document: dict[str, object] = {
-        "run": {"dir": str(folder), "name": "run", "steps": 12, "batch_groups": 3, "group_size": 2},
-        "engine": {"type": "scripted", "latency_mean_s": 0.004, "latency_sigma": 1.0, "slots": 8},
-        "trainer": {"type": "scripted", "checkpoint": {"every_steps": 4}},
-        "consistency": {"mode": "off"},
-        "deadlines": {"health_interval_s": 0.02},
-    }
-    config = parse_config(document, "test", overrides)
-    run = create_run_dir(config, "run")
-
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer))
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await drive(config, run, inputs_of(config, MODEL), fleet, QuietReporter())
-        finally:
-            await fleet.close()
-
-    asyncio.run(main())
-    return run
+    case = Case(folder, "run.steps=12", "engine.latency_mean_s=0.004", "engine.latency_sigma=1.0", "engine.slots=8", *overrides)
+    case.drive()
+    return case.run
 
 
 def plant_event(run: RunDir, kind: str, after_step: int, **fields: object) -> None:

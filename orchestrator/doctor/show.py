@@ -9,8 +9,8 @@ from rich.text import Text
 
 from orchestrator.doctor.diagnosis import Diagnosis
 from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.layers import LAYERS
 
-LAYERS = {1: "data and reward", 2: "policy change", 3: "numerical updates", 4: "training system"}
 _STYLES = {Severity.INFO: "dim", Severity.WARN: "yellow", Severity.CRITICAL: "bold red"}
 
 
@@ -63,7 +63,7 @@ def show(console: Console, run: str, diagnosis: Diagnosis, partial: Sequence[str
     if primary is None:
         console.print(Text("nothing found that needs mending", style="green"))
     else:
-        console.print(Text(f"primary finding: {primary.cause}, layer {primary.layer} ({LAYERS[primary.layer]})", style=_STYLES[primary.severity]))
+        console.print(Text(f"primary finding: {primary.cause}, layer {primary.layer} ({LAYERS[primary.layer].name})", style=_STYLES[primary.severity]))
     for finding in diagnosis.findings:
         console.print(_table(finding))
     if diagnosis.untrusted:
@@ -77,7 +77,7 @@ def _table(finding: Finding) -> Table:
     table.add_column()
     table.add_row("what", Text(finding.summary))
     for one in finding.evidence:
-        table.add_row("evidence", Text(_evidence(one)))
+        table.add_row("evidence", Text(evidence_text(one)))
     if finding.severity is not Severity.INFO:
         for text in finding.advice.do:
             table.add_row("do", Text(text))
@@ -86,7 +86,8 @@ def _table(finding: Finding) -> Table:
     return table
 
 
-def _evidence(one: Evidence) -> str:
+def evidence_text(one: Evidence) -> str:
+    """A series with its window and the numbers that decided."""
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in one.numbers)
     note = f" ({one.note})" if one.note else ""
     return f"{one.series}, steps {one.first_step} to {one.last_step}: {numbers}{note}"

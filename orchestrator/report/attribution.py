@@ -57,5 +57,5 @@ def waterfall(found: Attributed) -> Figure:
         "connector": {"line": {"color": "#9fb3c8", "width": 1}},
         "hovertemplate": "%{x}: %{text} nats<extra></extra>",
     }
-    layout = layout_of(320, xaxis=axis(type="category"), yaxis=axis("nats a token, mean |d|", rangemode="tozero"), margin={"l": 60, "r": 12, "t": 24, "b": 60})
+    layout = layout_of(320, xaxis=axis(type="category"), yaxis=axis("nats a token, mean |d|", rangemode="tozero"), margin={"l": 60, "r": 12, "t": 24, "b": 30})
     return Figure(key=f"attribution-{found.replica}", traces=[bars], layout=layout)

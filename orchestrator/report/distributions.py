@@ -43,7 +43,7 @@ def staleness_figure(histograms: Histograms, max_staleness: int) -> Figure | Non
         "marker": {"color": SYSTEM},
         "hovertemplate": "%{x} steps old: %{customdata} tokens, %{y:.2f} %<extra></extra>",
     }
-    layout = layout_of(300, xaxis=axis("age in steps when trained on", type="category"), yaxis=axis("% of trained tokens"), bargap=0.25)
+    layout = layout_of(360, xaxis=axis("age in steps when trained on", type="category"), yaxis=axis("% of trained tokens"), bargap=0.25)
     return Figure(key="staleness", traces=[bars], layout=layout)
 
 
@@ -76,11 +76,11 @@ def ratio_figure(histograms: Histograms) -> Figure | None:
     ]
     layout = layout_of(
         360,
-        xaxis=axis("importance ratio", type="category", tickangle=-60, tickfont={"size": 10}, categoryorder="array", categoryarray=categories),
+        xaxis=axis("importance ratio", type="category", tickangle=-90, tickfont={"size": 10}, categoryorder="array", categoryarray=categories),
         yaxis=axis("% of tokens", type="log", tickformat=".3~g", dtick=1),
         showlegend=True,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "xanchor": "left"},
-        margin={"l": 52, "r": 12, "t": 60, "b": 60},
+        margin={"l": 52, "r": 12, "t": 60, "b": 70},
     )
     return Figure(key="ratios", traces=traces, layout=layout)
 
@@ -108,7 +108,7 @@ def _between(low: float, high: float) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.3f}" if 0.99 < value < 1.01 else f"{value:.2g}" if value < 0.95 or value >= 2 else f"{value:.3g}"
+    return f"{value:.3f}" if 0.99 < value < 1.01 else f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value < 0.95 else f"{value:.3g}"
 
 
 def _summed(series: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:

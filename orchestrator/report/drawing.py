@@ -35,7 +35,7 @@ def layout_of(height: int, **more: object) -> Layout:
     """The look of every figure: no box, few lines, text that a phone can show."""
     return {
         "height": height,
-        "margin": {"l": 52, "r": 12, "t": 24, "b": 44},
+        "margin": {"l": 52, "r": 12, "t": 30, "b": 44},
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -50,9 +50,9 @@ def axis(title: str = "", **more: object) -> dict[str, object]:
     return {"title": {"text": title, "standoff": 6}, "gridcolor": GRID, "zeroline": False, "automargin": True, **more}
 
 
-def caption(text: str, y: float, colour: str = INK, x: float = 0.0) -> dict[str, object]:
-    """A line of text above a panel, in units of the whole drawing; plotly reads a little HTML in it."""
-    where = {"xref": "paper", "yref": "paper", "x": x, "y": y, "xanchor": "left", "yanchor": "bottom"}
+def caption(text: str, y: float, colour: str) -> dict[str, object]:
+    """A line of text above a panel, from the left edge of the drawing; `y` in units of its height. plotly reads a little HTML in it."""
+    where = {"xref": "paper", "yref": "paper", "x": 0.0, "xshift": -48, "y": y, "yshift": 6, "xanchor": "left", "yanchor": "bottom"}
     return {**where, "text": text, "showarrow": False, "font": {"color": colour, "size": 12}, "align": "left"}
 
 

@@ -48,7 +48,7 @@ class RunEvent:
 class RunRecord:
     """All that a report shows."""
 
-    name: str
+    path: Path
     config: RunConfig
     rows: MetricRows
     events: tuple[RunEvent, ...]
@@ -78,7 +78,7 @@ def read_record(path: Path) -> RunRecord:
     counts, count_notes = _counts(run)
     summary, summary_notes = _summary(run, rows, config.run.steps)
     return RunRecord(
-        name=run.path.name,
+        path=run.path,
         config=config,
         rows=rows,
         events=events,

@@ -4,23 +4,26 @@ from orchestrator.histogram_parts import Histograms
 from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
+from orchestrator.report.findings import findings_section, gradloc_section
 from orchestrator.report.page import Page, Section, Tile, table_of
 from orchestrator.report.record import RunRecord
-from orchestrator.report.timeline import MOST_LINES, timeline
+from orchestrator.report.timeline import MOST_LINES, marks_of, timeline
 from orchestrator.report.work import endings, endings_figure, phases_figure
+from orchestrator.run_dir import RunDir
 
 
 def page_of(record: RunRecord) -> Page:
     """The page of a run."""
     return Page(
-        name=record.name,
+        name=record.path.name,
         what=_what(record),
         tiles=_tiles(record),
         notes=record.notes,
         rows=(
+            (findings_section(record.path),),
             (timeline_section(record),),
             (staleness_section(record.histograms, record.config.staleness.max_staleness), ratio_section(record)),
-            (attribution_section(record),),
+            (attribution_section(record), gradloc_section(RunDir(record.path).gradloc)),
             (phases_section(record), dispatches_section(record)),
         ),
     )
@@ -64,7 +67,7 @@ def timeline_section(record: RunRecord) -> Section:
     """The four curves with their marks."""
     size = bin_size(len(record.rows))
     shared = f" A point stands for {size} steps: their mean, and for the gradient norm their largest." if size > 1 else ""
-    crowded = f" Only the first {MOST_LINES} events are drawn through the curves." if len(record.events) > MOST_LINES else ""
+    crowded = f" Only the first {MOST_LINES} events are drawn through the curves." if len(marks_of(record)) > MOST_LINES else ""
     intro = (
         "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause what is below. Ticks: a version reached "
         f"the engines. Diamonds and dotted lines: events, in the colour of their layer.{shared}{crowded}"

@@ -16,7 +16,7 @@ MOST_LINES = 60
 """Events that are drawn through the panels; further ones are in the strip below only."""
 LOG_SPAN = 100.0
 """A curve whose largest value is this many times its median is drawn on a logarithmic axis."""
-LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "evaluation": 1}
+LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "gradloc_quarantined": 3, "evaluation": 1, "prompt_check": 1}
 """Events of the run are of layer 4 unless said here, or unless they name their own layer."""
 BACKGROUND = (EventKind.STEP_COMMITTED, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED, EventKind.STEP_TAKEN_BACK, "consistency_baseline")
 """Events that are no marks of their own: the axis, the ticks of versions, and what belongs to a resume."""
@@ -43,10 +43,10 @@ class Panel:
 
 
 PANELS = (
-    Panel(1, "reward", (Curve("reward_mean", "reward", bold=False), Curve("reward_moving_10", "mean of ten steps"))),
-    Panel(2, "nats", (Curve("approx_kl", "KL of the update", bold=False), Curve("policy_entropy", "entropy"))),
-    Panel(3, "norm", (Curve("grad_norm", "gradient norm before the clip", largest=True),)),
-    Panel(4, "nats", (Curve("abs_rollout_difference_mean", "|trainer - rollout|", bold=False), Curve("consistency_gap_mean", "engine's share, audited"))),
+    Panel(1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each", bold=False))),
+    Panel(2, "nats", (Curve("policy_entropy", "entropy"), Curve("approx_kl", "KL of the step", bold=False))),
+    Panel(3, "norm", (Curve("grad_norm", "gradient norm", largest=True),)),
+    Panel(4, "nats", (Curve("consistency_gap_mean", "engine gap"), Curve("abs_rollout_difference_mean", "with staleness", bold=False))),
 )
 TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
 """Upper and lower end of each panel, as shares of the height; the strip of marks lies below them."""
@@ -66,8 +66,8 @@ def timeline(record: RunRecord) -> Figure:
         names = ", ".join(f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in panel.curves)
         captions.append(caption(f"<b>{layer.number} {layer.name}</b>: {names}", top, layer.colour))
         axes[f"yaxis{number}"] = axis(panel.unit, domain=[bottom, top], **_scale(rows, panel))
-    marks = [event for event in record.events if event.kind not in BACKGROUND and not _is_start(event)]
-    traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_marks(marks), *_scores(record.events_of("evaluation"))]
+    marks = marks_of(record)
+    traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_diamonds(marks), *_scores(record.events_of("evaluation"))]
     strip = {"domain": [0.0, 0.05], "tickvals": [0, 1], "ticktext": ["versions", "events"], "range": [-0.6, 1.6], "showgrid": False, "fixedrange": True}
     first = float(rows["step"][0]) if len(rows) else 0.0
     reach = max([float(rows.last_step), 1.0, *(event.step for event in record.events)])
@@ -77,7 +77,7 @@ def timeline(record: RunRecord) -> Figure:
         yaxis5={**axis(), **strip},
         xaxis=axis("step (= policy version after it)", anchor="y5", range=[min(first - 1.0, 0.0), reach * 1.01]),
         annotations=captions,
-        shapes=[_line(event) for event in _spread(marks)],
+        shapes=[_line(event) for event in marks[:MOST_LINES]],
         hovermode="closest",
     )
     return Figure(key="timeline", traces=traces, layout=layout)
@@ -106,6 +106,11 @@ def _scale(rows: MetricRows, panel: Panel) -> dict[str, object]:
     positive = values[np.isfinite(values) & (values > 0)]
     wide = len(panel.curves) == 1 and len(positive) and positive.max() > LOG_SPAN * np.median(positive)
     return {"type": "log"} if wide else {"rangemode": "tozero"}
+
+
+def marks_of(record: RunRecord) -> list[RunEvent]:
+    """Events that are drawn as marks. Scores of evaluations are points of the first panel instead."""
+    return [event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_start(event)]
 
 
 def _is_start(event: RunEvent) -> bool:
@@ -142,7 +147,7 @@ def shown_policy(event: RunEvent) -> str:
     return plain(str(event.fields.get("policy", "")))
 
 
-def _marks(events: Sequence[RunEvent]) -> list[Trace]:
+def _diamonds(events: Sequence[RunEvent]) -> list[Trace]:
     by_layer = {number: list(group) for number, group in groupby(sorted(events, key=layer_of), layer_of)}
     return [
         {
@@ -187,11 +192,6 @@ def _scores(events: Sequence[RunEvent]) -> list[Trace]:
         }
         for index, group in enumerate(by_print.values())
     ]
-
-
-def _spread(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
-    """At most so many that the curves can be seen between them."""
-    return [event for event in events if event.kind != "evaluation"][:MOST_LINES]
 
 
 def _line(event: RunEvent) -> dict[str, object]:

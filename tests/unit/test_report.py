@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from loop_case import MODEL
 from plotly import graph_objects
 from pyarrow import parquet
 from report_room import plant_event, plant_gap, plant_histograms, scripted_run
+from search_evidence import build_search
 
 from orchestrator.histogram_parts import read_histograms
 from orchestrator.metric_parts import read_rows
@@ -25,7 +27,10 @@ from orchestrator.report.record import read_record
 from orchestrator.report.sections import page_of
 from orchestrator.report.timeline import PANELS
 from orchestrator.run_dir import RunDir
+from orchestrator.search_records import SearchRecords
 from rollout.errors import UserError
+from rollout.tokenizer import load_tokenizer
+from rollout.weights import PolicyVersion
 
 STEPS = 12
 
@@ -81,7 +86,7 @@ def test_the_curves_are_one_panel_a_layer_and_hold_the_values_of_the_parts(finis
 def test_an_event_lies_where_it_happened_between_the_steps(run: RunDir):
     plant_event(run, "replica_failed", 7, replica=0, reason="gone")
     found = read_record(run.path).events_of("replica_failed")
-    assert [round(event.step, 6) for event in found] == [7.5]
+    assert [event.step for event in found] == pytest.approx([7.5], abs=1e-3)
 
 
 def test_a_version_that_the_engines_took_over_is_a_tick(finished: RunDir):
@@ -166,6 +171,26 @@ def test_missing_files_are_named_and_the_rest_is_shown(run: RunDir):
     assert any("events.jsonl is missing" in note for note in notes)
     assert any("the accounting of dispatches is missing" in note for note in notes)
     assert "The store of this run cannot be read." in text_of(run)
+
+
+def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
+    told = {"replica": 1, "policy": "e1-v7", "gap_nats": None, "explained": 1.0, "codes": "canary", "detail": "other bytes"}
+    plant_event(run, "consistency_finding", 7, cause="weight_sync", **told)
+    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "findings")
+    card = next(card for card in section.cards if card.title.startswith("weight sync, since step"))
+    assert card.tag == "critical · 4 training system"
+    assert card.lines[-2].startswith("Do: ") and card.lines[-1].startswith("Do not: ")
+    assert "do not trust policy_entropy" in section.intro
+
+
+def test_culprits_of_a_gradient_search_stand_in_their_text(run: RunDir):
+    SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL)).keep(PolicyVersion(1, 7), build_search())
+    (run.gradloc / "e1-v9.json").write_text("{}")
+    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
+    assert "1 searches, 1 culprits" in section.intro and "1 files of gradloc/ cannot be read" in section.intro
+    (card,) = section.cards
+    assert card.token is not None and len(card.token.text) == 1
+    assert f"{card.token.before}<mark>{card.token.text}</mark>{card.token.after}" in text_of(run)
 
 
 def test_lines_that_are_no_events_are_counted_and_a_last_line_that_is_being_written_is_not(run: RunDir):

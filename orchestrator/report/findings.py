@@ -1,0 +1,115 @@
+"""What was found, as cards: the doctor's findings in causal order, and the tokens behind gradient spikes in their text."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from orchestrator.doctor.diagnosis import Diagnosis, diagnose
+from orchestrator.doctor.findings import Finding, Severity
+from orchestrator.doctor.reader import RunReader
+from orchestrator.doctor.show import evidence_text
+from orchestrator.layers import LAYERS
+from orchestrator.report.drawing import shown
+from orchestrator.report.page import Card, Section, TokenInContext, table_of
+from rollout.errors import UserError
+from rollout.weights import PolicyVersion
+
+MOST_CULPRITS = 20
+"""Cards; further culprits are in the files."""
+MOST_SEARCHES = 50
+"""Rows of the table, the newest."""
+
+
+def findings_section(path: Path) -> Section:
+    """The doctor's answer to the run as it is on disk."""
+    title = "Findings"
+    try:
+        record, _ = RunReader(path).read()
+    except UserError as error:
+        return Section(key="findings", title=title, intro=f"The doctor cannot read this run: {error}")
+    found = diagnose(record)
+    return Section(key="findings", title=title, intro=_summary(found), cards=tuple(_finding(finding) for finding in found.findings))
+
+
+def _summary(found: Diagnosis) -> str:
+    if found.primary is None:
+        return f"The doctor looked at {found.steps} steps and found nothing that needs mending."
+    untrusted = f" Until the findings of layer 4 are mended, do not trust {', '.join(found.untrusted)}." if found.untrusted else ""
+    return f"In causal order: look at the first one first, it may have caused the others.{untrusted}"
+
+
+def _finding(finding: Finding) -> Card:
+    advice = finding.advice if finding.severity is not Severity.INFO else None
+    return Card(
+        tag=f"{finding.severity} · {finding.layer} {LAYERS[finding.layer].name}",
+        title=f"{finding.cause.replace('_', ' ')}, since step {finding.since}",
+        colour=LAYERS[finding.layer].colour,
+        lines=(
+            finding.summary,
+            *(f"Evidence: {evidence_text(one)}" for one in finding.evidence),
+            *(() if advice is None else (f"Do: {' '.join(advice.do)}", f"Do not: {' '.join(advice.do_not)}")),
+        ),
+    )
+
+
+def gradloc_section(folder: Path) -> Section:
+    """Gradient searches and their culprits."""
+    title = "Gradient searches (GradLoc)"
+    searches, broken = _searches(folder)
+    lost = f" {broken} files of gradloc/ cannot be read." if broken else ""
+    if not searches:
+        return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
+    culprits = [(policy, search, culprit) for policy, search in searches for culprit in search["culprits"]]
+    more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
+    return Section(
+        key="gradloc",
+        title=title,
+        intro=f"{len(searches)} searches, {len(culprits)} culprits; only outcome located names a cause. All numbers: concord gradloc RUN STEP.{more}{lost}",
+        cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
+        table=table_of(
+            ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"), [_row(*each) for each in searches[-MOST_SEARCHES:]]
+        ),
+    )
+
+
+def _searches(folder: Path) -> tuple[list[tuple[str, Mapping[str, Any]]], int]:
+    """(policy, search) in order, and how many files are no records of searches."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    broken = 0
+    for path in sorted(folder.glob("e*-v*.json"), key=lambda path: PolicyVersion.parse(path.stem)):
+        try:
+            found += list(_of_file(json.loads(path.read_bytes())))
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+    return found, broken
+
+
+def _of_file(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for search in cast("Sequence[Mapping[str, Any]]", document["searches"]):
+        yield str(document["policy"]), {**search, "culprits": [dict(culprit) for culprit in search["culprits"]]}
+
+
+def _row(policy: str, search: Mapping[str, Any]) -> Sequence[str]:
+    numbers = [_number(search.get(name)) for name in ("grad_norm", "threshold", "explained")]
+    return (policy, str(search.get("outcome")), str(search.get("trigger")), *numbers, shown(search.get("passes")), _number(search.get("seconds")))
+
+
+def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any]) -> Card:
+    get = culprit.get
+    numbers = [(name, get(key)) for name, key in (("omega", "omega"), ("sequence ratio", "sequence_ratio"), ("advantage", "advantage"), ("entropy", "entropy"))]
+    return Card(
+        tag=f"{search.get('outcome')} · type {get('type')}",
+        title=f"step {policy}: position {get('position')} of {get('trajectory_id')}",
+        colour=LAYERS[3].colour,
+        lines=(
+            f"Norm {_number(get('norm'))} of the step's {_number(search.get('grad_norm'))} (threshold {_number(search.get('threshold'))}); "
+            f"{', '.join(f'{name} {_number(value)}' for name, value in numbers)}; sampled under {get('policy')} by replica {get('replica')}; "
+            f"what became of the step: {search.get('acted')}.",
+        ),
+        token=TokenInContext(str(get("text_before", "")), str(get("token_text", "")), str(get("text_after", ""))),
+    )
+
+
+def _number(value: object) -> str:
+    return "not finite" if value is None else shown(value)
