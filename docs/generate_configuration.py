@@ -213,7 +213,7 @@ def metrics_table() -> str:
 def metrics_page() -> str:
     """The whole catalogue, a table a layer."""
     blocks = [METRICS_INTRODUCTION]
-    for layer, name in LAYERS.items():
+    for layer, name in ((each.number, each.name) for each in LAYERS.values()):
         rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
         rows += [f"| `{m.name}` | {kind_of_metric(m)}, {m.unit} | {labels_of(m)} | {cell(m.help)} |" for m in CATALOGUE if m.diagnosis_layer == layer]
         blocks.append(f"## Layer {layer}: {name}\n\n" + "\n".join(rows) + "\n")
@@ -261,7 +261,7 @@ def causes_table() -> str:
     rows = ["| layer | cause | what it means | first thing to do | what not to do |", "| --- | --- | --- | --- | --- |"]
     for cause, meaning in enum_meanings(Cause).items():
         advice, layer = ADVICE[Cause(cause)], LAYER[Cause(cause)]
-        rows.append(f"| {layer} {LAYERS[layer]} | `{cause}` | {meaning} | {cell(advice.do[0])} | {cell(' '.join(advice.do_not))} |")
+        rows.append(f"| {layer} {LAYERS[layer].name} | `{cause}` | {meaning} | {cell(advice.do[0])} | {cell(' '.join(advice.do_not))} |")
     return "\n".join(rows)
 
 

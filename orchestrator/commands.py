@@ -17,6 +17,7 @@ from orchestrator.progress import Reporter, reporter_for_stdout
 from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
 from orchestrator.show import show_summary
 from orchestrator.stopping import Stopped, interruptible
+from orchestrator.trackers import refuse_missing, tracked
 from rollout.errors import ConcordError, UserError, boundary
 from rollout.rewards.registry import build_reward
 from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
@@ -26,6 +27,7 @@ from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
 def run_new(config: RunConfig, default_name: str) -> None:
     """`concord run`."""
     refuse_taken_name(config)
+    refuse_missing(config)
     build_reward(config.reward)  # a function that cannot be imported is told before a model is built for it
     reporter = reporter_for_stdout()
     with _exporter(config) as exporter:
@@ -40,6 +42,7 @@ def run_again(path: Path, overrides: list[str]) -> None:
     run, config = open_run_dir(path, overrides)
     if overrides:
         write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
+    refuse_missing(config)
     with _exporter(config) as exporter:
         inputs = check_inputs(config, prepare_model(config.model))
         _carry_out(config, run, inputs, reporter_for_stdout(), exporter)
@@ -52,6 +55,7 @@ def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter |
 
 def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> None:
     """Execute the run, and say at the end what it came to and how to go on with it."""
+    reporter = tracked(config, run, reporter)
     go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
         with contextlib.closing(reporter):

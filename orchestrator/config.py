@@ -103,6 +103,17 @@ class ExporterConfig(Section):
     """0 takes a free one; the run prints it, and `summary.json` has it."""
 
 
+class TrackersConfig(Section):
+    """Where the rows of the metric parts go besides. Needs the extra `trackers`."""
+
+    tensorboard: bool = False
+    """Write event files to `RUN/tensorboard`."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: `offline` writes `RUN/wandb` for a later `wandb sync`, `online` also sends it; who you are comes from `wandb login`."""
+    wandb_project: str = "concord"
+    """Project of Weights & Biases."""
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -123,6 +134,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     exporter: ExporterConfig = ExporterConfig()
+    trackers: TrackersConfig = TrackersConfig()
     faults: FaultsConfig = FaultsConfig()
 
     @property
