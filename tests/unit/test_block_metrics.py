@@ -1,16 +1,20 @@
 """Values of blocks: read from a step's report, refused unless declared, and written as parts that are complete or absent."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_case import Case
 from pyarrow import parquet
 
 from orchestrator.block_signals import BlockValue, block_values
 from orchestrator.recorder import BlockRecorder
 from rollout.errors import ConcordError
+from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion
-from trainer.types import StepReport
+from trainer.scripted import ScriptedTrainer
+from trainer.types import StepReport, StepRequest
 
 
 def report(**values: Any) -> StepReport:
@@ -69,3 +73,27 @@ def test_parts_hold_every_value_of_every_step_and_go_on_after_a_resume(tmp_path:
 def test_a_value_that_is_not_declared_with_these_labels_is_refused(tmp_path: Path, signal: str, head: int | None):
     with pytest.raises(ConcordError, match=r"see orchestrator/metrics\.py"):
         BlockRecorder(tmp_path).add(1, [BlockValue(signal=signal, block="a", value=1.0, head=head)])
+
+
+class Measuring(ScriptedTrainer):
+    """Reports values of blocks, as a trainer with a model does."""
+
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
+        done = super().step(groups, request)
+        names = ("block_norms", "block_scales", "block_thresholds", "probes", "attention_logits")
+        return replace(done, **{name: getattr(FULL, name) for name in names})
+
+
+def test_a_run_records_the_values_of_every_step_and_the_largest_logit_as_a_column(tmp_path: Path):
+    case = Case(tmp_path)
+    case.trainer = Measuring(case.config.trainer)
+    case.drive()
+    assert rows_of(case.run.block_metrics) == [(step, *row) for step in range(1, 9) for row in ROWS]
+    assert parquet.read_table(case.run.metrics).to_pydict()["max_attention_logit"] == [4.0] * 8
+
+
+def test_a_run_without_a_model_has_no_values_of_blocks(tmp_path: Path):
+    case = Case(tmp_path)
+    case.drive()
+    assert list(case.run.block_metrics.iterdir()) == []
+    assert parquet.read_table(case.run.metrics).to_pydict()["max_attention_logit"] == [-1.0] * 8
