@@ -17,9 +17,9 @@ from rollout.errors import ConcordError, boundary
 
 EVERY_STEPS = 10
 """Steps between two diagnoses."""
-MAX_ROWS = 1000
+MAX_ROWS = 500
 """Newest rows that are kept."""
-MAX_EVENTS = 1000
+MAX_EVENTS = 500
 OF_INTEREST = frozenset(
     (
         *("evaluation", "prompts_checked", "step_skipped", "gradloc", "consistency_finding", "consistency_drift", "routing_incomplete"),

@@ -30,6 +30,8 @@ LENGTH_GROWTH = 1.3
 """Growth of the mean length that counts beside a reward that the evaluation does not follow."""
 LENGTH_CORRELATION = 0.6
 """Correlation of reward and length within groups above which the reward is a function of length."""
+LEAST_CORRELATIONS = 5
+"""Steps with a correlation at all: where every answer reaches the limit there is none."""
 EASY_SHARE = 0.5
 """Share of groups without any difference, all of them right, above which prompts are easy."""
 EASY_GAP = 0.15
@@ -38,6 +40,8 @@ FEW_PROMPTS = 0.5
 """Share of different prompts among the newest groups, below which a rising reward may be memory."""
 HARD_SHARE = 0.9
 """Share of groups without a right answer above which prompts are too hard."""
+HARD_FROM_START = 0.5
+"""The same at the start of the run: where groups were solved before, the policy was lost, not the prompts."""
 DUPLICATE_SHARE = 0.05
 """Share of repeated prompts in one pass that is worth a warning."""
 FAILURE_WINDOW = 20
@@ -164,18 +168,20 @@ def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
 def length_reward(record: Record) -> Finding | None:
     """The reward is a function of length, or both grow while the evaluation does not follow."""
     both, length = _overstated(record), change(record.column("length_mean"), WINDOW)
-    correlation = record.column("reward_length_correlation")[-WINDOW:]
-    tied = share(correlation >= LENGTH_CORRELATION) >= PERSISTENCE and correlation.size == WINDOW
+    correlation = record.column("reward_length_correlation")
+    rows = np.flatnonzero(np.isfinite(correlation) & (correlation != 0.0))[-WINDOW:]
+    correlation = correlation[rows]
+    tied = correlation.size >= LEAST_CORRELATIONS and share(correlation >= LENGTH_CORRELATION) >= PERSISTENCE
     grown = length is not None and length.ratio >= LENGTH_GROWTH and length.rises(REWARD_ERRORS)
-    measured = bool(np.isfinite(correlation).any())
+    measured = correlation.size > 0
     if length is None or not ((both is not None and grown and (tied or not measured)) or (tied and length.rises(REWARD_ERRORS))):
         return None
     first, last = int(record.steps[0]), record.last_step
     evidence = [Evidence(series="length_mean", first_step=first, last_step=last, numbers=(("from", length.before), ("to", length.after)))]
     if measured:
-        window = int(record.steps[-correlation.size])
         numbers = (("mean", level(correlation)), ("limit", LENGTH_CORRELATION))
-        evidence.append(Evidence(series="reward_length_correlation", first_step=window, last_step=last, numbers=numbers))
+        window = {"first_step": int(record.steps[rows[0]]), "last_step": int(record.steps[rows[-1]])}
+        evidence.append(Evidence(series="reward_length_correlation", numbers=numbers, **window))
     told = f"length grew from {length.before:.3g} to {length.after:.3g} tokens"
     if both is None:
         summary = f"{told}, and within groups the reward goes with it (correlation {level(correlation):.2f})"
@@ -247,7 +253,7 @@ def easy_prompts(record: Record) -> Finding | None:
 def hard_prompts(record: Record) -> Finding | None:
     """Nearly no group has a right answer."""
     wrong = record.column("all_wrong_groups")[-WINDOW:]
-    if wrong.size < WINDOW or share(wrong >= HARD_SHARE) < PERSISTENCE:
+    if wrong.size < WINDOW or share(wrong >= HARD_SHARE) < PERSISTENCE or not level(record.column("all_wrong_groups")[:WINDOW]) >= HARD_FROM_START:
         return None
     first, last = int(record.steps[-WINDOW]), record.last_step
     return Finding(

@@ -55,8 +55,8 @@ def _spikes(values: Values) -> list[tuple[int, float]]:
     begin = max(0, values.size - RECENT - 2 * HISTORY)
     looked = values[begin:]
     positive_now = looked[np.isfinite(looked) & (looked > 0)]
-    if not positive_now.size or positive_now.max() <= OVER_LARGEST * np.median(positive_now):
-        return []
+    if not positive_now.size or positive_now.max() <= max(SPIKE * positive_now.min(), OVER_LARGEST * float(np.median(positive_now))):
+        return []  # no history here has a median so low: the quick answer of nearly every step
     found: list[tuple[int, float]] = []
     ordinary: list[float] = []
     for row, value in enumerate(looked.tolist(), start=begin):

@@ -66,7 +66,7 @@ class HighLearningRateFault(Section):
     type: Literal["high_lr"] = "high_lr"
     start_version: Annotated[int, Field(ge=1)] = 1
     """The step that produces this policy version is the first that it acts on."""
-    factor: Annotated[float, Field(gt=1)] = 100.0
+    factor: Annotated[float, Field(gt=1)] = 30.0
     """What the learning rate is multiplied by."""
 
 

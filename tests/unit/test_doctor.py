@@ -235,6 +235,19 @@ def test_what_lies_long_back_is_told_as_info():
     assert [f.severity for f in found.findings if f.cause is Cause.REPLICA_FAILURES] == [Severity.INFO]
 
 
+def test_a_policy_that_collapses_within_two_steps_is_no_hard_prompt():
+    """KL leaps once; afterwards nothing moves any more, and no group has a right answer."""
+    run = healthy(0)
+    for name, value in (("reward_mean", 0.0), ("policy_entropy", 0.0), ("all_correct_groups", 0.0), ("approx_kl", 0.0)):
+        run.set(name, lambda t, value=value: value, since=40)
+    for name in ("all_wrong_groups", "zero_variance_groups"):
+        run.set(name, lambda t: 1.0, since=40)
+    run.rows[40]["approx_kl"] = 5.1
+    found = diagnose(run.record())
+    assert found.primary is not None
+    assert (found.primary.cause, found.primary.since) == (Cause.POLICY_COLLAPSE, 41)
+
+
 def test_a_handful_of_prompts_learned_by_heart_is_no_inverted_reward():
     run = healthy(0)
     _flip(run)

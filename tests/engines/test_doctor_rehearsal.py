@@ -1,0 +1,61 @@
+"""Rehearsals in one process: what is planted into a real run is the doctor's primary finding. One seed and models with random weights; the whole table is
+`benchmarks/doctor.py`."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from local_fleet import LocalFleet, QuietReporter, inputs_of
+
+from benchmarks.doctor_cases import CASES, document
+from orchestrator.config import parse_config
+from orchestrator.doctor.diagnosis import diagnose
+from orchestrator.doctor.reader import RunReader
+from orchestrator.launch import drive
+from orchestrator.run_dir import create_run_dir
+from trainer.build import build_trainer
+from trainer.config import LocalModelConfig
+
+torch.set_num_threads(1)
+SUBSET = ("length_reward", "eval_template_changed", "train_eval_overlap")
+"""Those that need no policy that can do anything."""
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_what_is_planted_into_a_run_is_its_primary_finding(tmp_path: Path, name: str) -> None:
+    case = replace(CASES[name], warm=False)
+    config = parse_config({**document(case, 0, tmp_path / "models", tmp_path)}, name)
+    assert isinstance(config.model, LocalModelConfig)
+    model_dir, run = config.model.path, create_run_dir(config, "run")
+    trainer = build_trainer(
+        model_dir=model_dir,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        rank=0,
+        init_method=f"file://{tmp_path / 'rendezvous'}",
+    )
+
+    async def main() -> None:
+        fleet = LocalFleet(config, run.path, model_dir, trainer)
+        try:
+            async with asyncio.timeout(100.0):
+                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter())
+        finally:
+            await fleet.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        trainer.close()
+    record, partial = RunReader(run.path).read()
+    found = diagnose(record)
+    assert partial == ()
+    assert found.primary is not None
+    assert (found.primary.cause, found.primary.layer) == (case.cause, 1), [finding.summary for finding in found.findings]
+    last = [event for event in record.of_kind("evaluation") if event.number("version") == config.run.steps]
+    assert len(last) == 1, "the last version is scored"
+    assert len(last[0].text("weights_digest")) == 64
