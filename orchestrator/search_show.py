@@ -12,7 +12,19 @@ from orchestrator.run_dir import RunDir, open_run_dir
 from rollout.errors import UserError
 from rollout.weights import PolicyVersion
 
-BAR_CELLS = 30
+BAR_CELLS = 24
+MEANINGS = {
+    "omega": "importance ratio pi_now / pi_rollout",
+    "sequence_ratio": "its geometric mean over the trajectory",
+    "d_engine": "nats: trainer - engine, at the version that sampled",
+    "d_stale": "nats: now - the version that sampled",
+    "logprob": "nats, the trainer's, before the step",
+    "rollout_logprob": "nats, the engine's",
+    "advantage": "of the trajectory",
+    "entropy": "nats, of the distribution it was drawn from",
+    "norm": "of the gradient of its term alone",
+}
+"""Evidence of a culprit that the table shows, in its order."""
 
 
 def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> None:
@@ -98,10 +110,10 @@ def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
     token = f">>{culprit['token_text']}<<"
     console.print(Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]), highlight=False)
     table = Table()
-    names = ("omega", "sequence_ratio", "d_engine", "d_stale", "logprob", "rollout_logprob", "advantage", "entropy", "norm")
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_row(*("not scored" if name.startswith("d_") and culprit[name] is None else _number(culprit[name]) for name in names))
+    for header in ("of the token", "", "what it is"):
+        table.add_column(header, justify="left" if header else "right")
+    for name, meaning in MEANINGS.items():
+        table.add_row(name, "not scored" if name.startswith("d_") and culprit[name] is None else _number(culprit[name]), meaning)
     console.print(table)
     console.print(_blocks(culprit))
 
@@ -111,8 +123,8 @@ def _blocks(culprit: dict[str, Any]) -> Table:
     norms: dict[str, float | None] = culprit["block_norms"]
     largest = max((norm for norm in norms.values() if norm is not None), default=0.0)
     table = Table(title="norm of its gradient by block")
-    for header in ("block", "norm", "times the block's usual", ""):
-        table.add_column(header, justify="left" if header in ("block", "") else "right")
+    for header in ("block", "norm", "x usual", ""):
+        table.add_column(header, justify="left" if header in ("block", "") else "right", no_wrap=True)
     for block, norm in norms.items():
         cells = BAR_CELLS if norm is None else round(BAR_CELLS * norm / largest) if largest else 0
         ratio = culprit["block_ratios"].get(block, "")
