@@ -1,6 +1,7 @@
 """A fleet in this process: the real store, episode workers, engines and reward functions behind the same ports, without Ray."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -362,7 +363,8 @@ class LocalFleet:
         )
 
     async def processes(self) -> Mapping[str, int]:
-        return {}
+        """All of it is one process."""
+        return {"driver": os.getpid()}
 
     async def dump_stacks(self) -> str:
         return ""

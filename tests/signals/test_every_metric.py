@@ -1,0 +1,137 @@
+"""Real runs of small models under one Prometheus: by their end every declared metric has had a value, and no run has more series than its sizes allow."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_fleet import LocalFleet, QuietReporter, inputs_of
+from prometheus_rules import rules
+from prometheus_server import PrometheusServer
+from scrapes import series_by_metric
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.rehearsal_cases import Case, document, model_of
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.exporter import Exporter
+from orchestrator.launch import drive
+from orchestrator.metrics import CATALOGUE, DECLARED, sizes_of
+from orchestrator.run_dir import create_run_dir
+from rollout.prompts import Prompt
+from rollout.trajectory import Reward, Trajectory
+from trainer.build import build_trainer
+from trainer.config import LocalModelConfig
+
+STEPS = 6
+BLOCKS, HEADS = 8, 8
+"""More than the models of these runs have, embeddings and head counted."""
+
+
+def reward_in_parts(prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
+    ids = trajectory.token_ids[trajectory.sampled]
+    even, low = float((ids % 2 == 0).mean()), float((ids < 8).mean())
+    return Reward(total=(even + low) / 2, parts=(("even", even), ("low", low)))
+
+
+reward_in_parts.needs_text = False  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def llama_of(tiny: Path, folder: Path) -> Path:
+    """A random Llama, which has no QK-norm, with the tiny model's tokenizer and vocabulary."""
+    shape: dict[str, Any] = {name: getattr(AutoConfig.from_pretrained(tiny), name) for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")}
+    shape |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=512, initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+def configs(folder: Path) -> list[RunConfig]:
+    """A mixture of experts with everything that a gate, a reference, replayed routing and probes bring; and a Llama under QK-Clip."""
+    mixture = Case(fault=None, causes=(), experts=2)
+    tiny = model_of(Case(fault=None, causes=()), 0, folder)
+    everything: dict[str, dict[str, Any]] = {
+        "run": {"steps": STEPS, "group_size": 4, "batch_groups": 4},
+        "reward": {"type": "python", "function": f"{__name__}:{reward_in_parts.__name__}"},
+        "trainer": {
+            "replay_routing": True,
+            "algorithm": {"type": "grpo", "kl_coef": 0.01},
+            "optimizer": {"learning_rate": 3e-3, "clip": {"type": "adagc", "warmup_steps": 2}},
+            "probes": {"update_ratio": True, "activations": True, "router_load": True},
+        },
+        "evaluation": {"every_steps": 2, "prompts": 4},
+    }
+    qk_clip: dict[str, dict[str, Any]] = {"run": {"steps": 3}, "trainer": {"optimizer": {"qk_clip": {"enabled": True}}}}
+    return [
+        merged(document(mixture, 0, model_of(mixture, 0, folder), folder / "mixture"), everything),
+        merged(document(Case(fault=None, causes=()), 0, llama_of(tiny, folder / "llama-model"), folder / "llama"), qk_clip),
+    ]
+
+
+def merged(base: dict[str, dict[str, Any]], changes: dict[str, dict[str, Any]]) -> RunConfig:
+    return parse_config({**base, **{section: base.get(section, {}) | keys for section, keys in changes.items()}}, "test")
+
+
+def drive_to_the_end(config: RunConfig, exporter: Exporter, prometheus: PrometheusServer) -> None:
+    """With the last step scraped."""
+    assert isinstance(config.model, LocalModelConfig)
+    model_dir, run = config.model.path, create_run_dir(config, "run")
+    trainer = build_trainer(
+        model_dir=model_dir,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        rank=0,
+        init_method=f"file://{run.path / 'rendezvous'}",
+    )
+
+    async def main() -> None:
+        fleet = LocalFleet(config, run.path, model_dir, trainer)
+        try:
+            async with asyncio.timeout(200.0):
+                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter(), exporter=exporter)
+        finally:
+            await fleet.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        trainer.close()
+    applied = f'concord_steps_total{{outcome="applied", instance="{exporter.target}"}}'
+    prometheus.wait_until(lambda: prometheus.value(applied) == config.run.steps, "the last step to be scraped")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_declared_metric_has_a_value_by_the_end(tmp_path: Path):
+    runs = configs(tmp_path)
+    targets = [config.run.dir / "run" / "prometheus_targets.json" for config in runs]
+    with PrometheusServer(tmp_path / "prometheus", targets) as prometheus:
+        found: set[str] = set()
+        for config in runs:
+            with Exporter("127.0.0.1", 0) as exporter:
+                drive_to_the_end(config, exporter, prometheus)
+                found |= metrics_within_bounds(prometheus, config, exporter)
+                answered = [rule for rule in rules("recording") if prometheus.query(rule["expr"])]
+        assert not sorted(metric.name for metric in CATALOGUE if metric.name not in found)
+        assert_recorded_rules_return_data(prometheus, answered)
+
+
+def metrics_within_bounds(prometheus: PrometheusServer, config: RunConfig, exporter: Exporter) -> set[str]:
+    """The metrics of one run, each of which has at most as many series as its sizes allow."""
+    series = prometheus.series(f'{{__name__=~"concord_.*", instance="{exporter.target}"}}')
+    counts = series_by_metric(one["__name__"] for one in series)
+    sizes = sizes_of(config, blocks=BLOCKS, heads=HEADS)
+    assert not {name: (count, DECLARED[name].max_series(sizes)) for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
+    assert json.loads((config.run.dir / "run" / "summary.json").read_text())["metrics_url"] == exporter.url
+    return set(counts)
+
+
+def assert_recorded_rules_return_data(prometheus: PrometheusServer, answered: Sequence[dict[str, Any]]) -> None:
+    """Expressions of every rule parse; those that are recorded whatever happens have data."""
+    for rule in (*rules("recording"), *rules("alerts")):
+        prometheus.query(rule["expr"])
+    assert [rule["record"] for rule in answered] == [rule["record"] for rule in rules("recording")]
