@@ -93,7 +93,8 @@ def table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--engine", choices=sorted(ENGINES), default="torch", help="the engine of all replicas")
-    arguments.add_argument("--seeds", type=int, default=5, help="runs a case, seeds from 0")
+    arguments.add_argument("--seeds", type=int, default=5, help="runs a case")
+    arguments.add_argument("--first-seed", type=int, default=0, help="of these runs; the healthy run belongs to seed 0")
     arguments.add_argument("--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again")
     arguments.add_argument("--healthy-steps", type=int, default=200, help="length of the healthy run, which has one seed")
     chosen = arguments.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
         import ray
 
         address = str(ray.get_runtime_context().gcs_address)
-        for seed in range(chosen.seeds):
+        for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
             for name in (each for each in names if seed == 0 or each != "healthy"):
                 runs = folder / f"{len(rows)}"
                 runs.mkdir()
