@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from trainer_room import stored
 
 from rollout.faults.config import FaultsConfig
-from rollout.faults.gradient_config import TwoSpikesFault
+from rollout.faults.gradient_config import NanTokenFault, TwoSpikesFault
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import CheckpointState
 from trainer.config import GrpoConfig, OptimizerConfig, RlooConfig, TrainerConfig, WeightsConfig
@@ -20,6 +20,7 @@ from trainer.loss_settings import LossSettings
 from trainer.policy_trainer import PolicyTrainer
 from trainer.types import StepReport, StepRequest
 
+SPIKES_THEN_NAN = LossSettings(faults=FaultsConfig(plant=(TwoSpikesFault(start_version=2, factor=1e5), NanTokenFault(start_version=3)), seed=2))
 SMALL = 42
 """Micro-batch tokens that cut the test's batch into micro-batches of unequal length, an odd number of them alone."""
 
@@ -127,17 +128,21 @@ def all_together(rank: int, world: int, folder: Path) -> None:
     fail_together(rank, world, folder)
 
 
-def two_ranks_are_spiked(rank: int, world: int, folder: Path) -> None:
-    """`two_spikes` in step 1: the same draw on both ranks, on different ranks and micro-batches, and the norm shows it on both."""
-    norms: list[float] = []
-    for name, plant in (("healthy", ()), ("spiked", (TwoSpikesFault(factor=1e5),))):
-        algorithm = GrpoConfig(clip_low=0.999, clip_high=1e9)
-        settings = LossSettings(faults=FaultsConfig(plant=plant))
-        trainer = build(folder, f"two-spikes-{name}", rank, world, config={"algorithm": algorithm, "micro_batch_tokens": 24}, settings=settings)
-        report = step(trainer, 1)
-        trainer.close()
-        norms.append(report.grad_norm)
-    first, second = report.planted
-    assert (first.rank, first.micro_batch) != (second.rank, second.micro_batch) and {first.rank, second.rank} == {0, 1}
-    assert first.micro_batch != second.micro_batch
-    assert norms[1] > 100 * norms[0]
+def two_ranks_are_hit(rank: int, world: int, folder: Path) -> None:
+    """A healthy step; `two_spikes` in step 2: the same draw on both ranks, on different ranks and micro-batches, and the norm shows it on both.
+
+    `nan_token` in step 3: no rank applies it, and rank 0 keeps it in `saved_steps/3` with its weights in `kept-weights`.
+    """
+    config = {"algorithm": GrpoConfig(clip_low=0.999, clip_high=1e9), "micro_batch_tokens": 24}
+    trainer = build(folder, "hit", rank, world, config=config, settings=SPIKES_THEN_NAN)
+    healthy, spiked = step(trainer, 1), step(trainer, 2)
+    first, second = spiked.planted
+    assert {first.rank, second.rank} == {0, 1} and first.micro_batch != second.micro_batch
+    assert spiked.grad_norm > 100 * healthy.grad_norm
+    trainer.publish(PolicyVersion(1, 2), folder / "kept-weights")
+    report = step(trainer, 3)
+    assert report.skipped == "non-finite loss (nan)"
+    if rank == 0:
+        trainer.save_step(folder / "saved_steps", stored(seed=3), StepRequest(policy=PolicyVersion(1, 3), oldest_version=0), report)
+    assert step(trainer, 3).skipped == ""
+    trainer.close()

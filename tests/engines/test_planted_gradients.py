@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from trainer_room import run_ranks, stored, write_model
-from trainer_scenarios import build, step, two_ranks_are_spiked
+from trainer_scenarios import SPIKES_THEN_NAN, build, step, two_ranks_are_hit
 
 from rollout.errors import UserError
 from rollout.faults.config import FaultConfig, FaultsConfig
@@ -18,9 +18,12 @@ from rollout.faults.gradient_config import (
     TwoSpikesFault,
 )
 from rollout.weights import PolicyVersion
-from trainer.config import GrpoConfig
+from trainer.config import GrpoConfig, TrainerConfig
 from trainer.consistency.config import TisConfig
 from trainer.loss_settings import LossSettings
+from trainer.replay import ReplaySource, replay
+from trainer.replay_report import ReplayVerdict
+from trainer.saved_steps import read_step
 from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.evidence import CulpritType
 from trainer.types import PlantedFault, StepReport, StepRequest
@@ -130,5 +133,11 @@ def test_what_cannot_be_planted_is_told(folder: Path):
     assert report.grad_norm == first_step(folder, micro_batch_tokens=10_000).grad_norm
 
 
-def test_two_spikes_hit_two_ranks_in_different_micro_batches(folder: Path):
-    run_ranks(2, two_ranks_are_spiked, folder)
+def test_two_ranks_are_hit_alike_and_the_step_that_they_keep_is_replayed_on_one(folder: Path):
+    run_ranks(2, two_ranks_are_hit, folder)
+    saved = read_step(folder / "saved_steps" / "3")
+    config = TrainerConfig(micro_batch_tokens=24, algorithm=NEVER_CLIPS)
+    found = replay(ReplaySource(saved=saved, weights_dir=folder / "kept-weights", reference_dir=folder / "dense", config=config, settings=SPIKES_THEN_NAN))
+    (planted,) = saved.planted
+    assert saved.ranks == 2 and found.verdict is ReplayVerdict.BATCH
+    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [(planted.trajectory_id, planted.position)]
