@@ -110,6 +110,9 @@ def test_two_culprits_are_masked_together(folder: Path, given: dict[str, Any]):
     with live_trainer(folder, "masking", {"threshold": given, "action": "mask"}) as trainer:
         report = take(trainer, spiked(1, *places))
         masked = digest(trainer, folder, "masked")
+        assert trainer._gradient.search is not None
+        (remembered,) = trainer._gradient.search.state()["gradloc"]["history"]
+    assert remembered == pytest.approx(report.grad_norm * (report.num_tokens + 2) / math.sqrt(report.num_tokens)), "N stays, two terms are gone"
     with live_trainer(folder, "plain", {"enabled": False}) as trainer:
         never_had(trainer, spiked(1, *places), places)
         assert digest(trainer, folder, "plain") == masked
