@@ -1,11 +1,10 @@
 """Evaluations as the rules see them: scores of one configuration are a line, those of another are another line."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.doctor.record import Record, RunEvent
+from orchestrator.doctor.record import Record, RunEvent, Values
 from orchestrator.doctor.trends import Change, fitted_change, level
 
 KIND = "evaluation"
@@ -56,7 +55,7 @@ def compared(record: Record, least_points: int) -> Comparison | None:
     """Over the newest line of evaluations; None with fewer points than `least_points`."""
     every = lines(record)
     points = every[-1].points if every else ()
-    if len(points) < least_points:
+    if not points or len(points) < least_points:
         return None
     versions = np.array([point.number("version") for point in points])
     if not versions[-1] > versions[0]:
@@ -70,7 +69,7 @@ def compared(record: Record, least_points: int) -> Comparison | None:
     return Comparison(first_step=int(versions[0]), last_step=int(versions[-1]), reward=reward, score=score, last_score=points[-1].number("score"))
 
 
-def _reward_between(record: Record, versions: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> Change | None:
+def _reward_between(record: Record, versions: Values) -> Change | None:
     rewards = record.column("reward_mean")
     ends = [rewards[np.abs(record.steps - version) <= NEAR_STEPS] for version in (versions[0], versions[-1])]
     ends = [end[np.isfinite(end)] for end in ends]

@@ -159,10 +159,13 @@ def _overstated(record: Record) -> Comparison | None:
 
 
 def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
-    window = {"first_step": both.first_step, "last_step": both.last_step}
+    first, last = both.first_step, both.last_step
     reward = (("from", both.reward.before), ("to", both.reward.after))
     score = (("from", both.score.before), ("to", both.score.after), ("standard error", both.score.error))
-    return Evidence(series="reward_mean", numbers=reward, **window), Evidence(series="eval_score", numbers=score, note="fitted line", **window)
+    return (
+        Evidence(series="reward_mean", first_step=first, last_step=last, numbers=reward),
+        Evidence(series="eval_score", first_step=first, last_step=last, numbers=score, note="fitted line"),
+    )
 
 
 def length_reward(record: Record) -> Finding | None:
@@ -180,8 +183,8 @@ def length_reward(record: Record) -> Finding | None:
     evidence = [Evidence(series="length_mean", first_step=first, last_step=last, numbers=(("from", length.before), ("to", length.after)))]
     if measured:
         numbers = (("mean", level(correlation)), ("limit", LENGTH_CORRELATION))
-        window = {"first_step": int(record.steps[rows[0]]), "last_step": int(record.steps[rows[-1]])}
-        evidence.append(Evidence(series="reward_length_correlation", numbers=numbers, **window))
+        begin, end = int(record.steps[rows[0]]), int(record.steps[rows[-1]])
+        evidence.append(Evidence(series="reward_length_correlation", first_step=begin, last_step=end, numbers=numbers))
     told = f"length grew from {length.before:.3g} to {length.after:.3g} tokens"
     if both is None:
         summary = f"{told}, and within groups the reward goes with it (correlation {level(correlation):.2f})"

@@ -1,62 +1,98 @@
-"""Layer 2: policy change. KL and entropy together; either alone is no finding."""
+"""Layer 2: policy change. KL alone, and entropy alone, is no finding."""
 
 import numpy as np
 
 from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.record import Record
+from orchestrator.doctor.record import Record, Values
 from orchestrator.doctor.trends import Change, change, level
 
 WINDOW = 10
-"""Rows of each end that is compared."""
+"""Rows of each end that is compared, and of each side of a leap."""
 KL_RISE = 2.0
 """KL over what it was, above which it has risen."""
 LEAST_KL = 0.02
 """Nats below which KL is small whatever it was."""
-PEAK_RISE = 10.0
-LEAST_PEAK = 0.1
-"""A single step whose KL is this many times what it was, and at least so many nats, counts as well: after a collapse there is nothing left to move."""
+LEAP = 10.0
+LEAST_LEAP = 0.1
+"""A KL this many times its median before, and of so many nats, is a leap: one step may undo a policy, and nothing moves afterwards."""
+LEAST_BEFORE = 3
+"""Rows before a leap."""
 ENTROPY_FALL = 0.6
 """Entropy over what it was, below which it has fallen."""
 ERRORS = 4.0
 """Standard errors by which both must have moved."""
 REWARD_GAIN = 0.25
 """Rise of the reward, in standard deviations of a reward, that the movement buys: then it is learning."""
+REWARD_LOSS = 0.5
+"""Fall of the reward, in the same, that counts beside a leap of KL whatever entropy does."""
 
 
 def policy_collapse(record: Record) -> Finding | None:
-    """KL up and entropy down together, and the reward is not the better for it."""
-    entropy, reward = change(record.column("policy_entropy"), WINDOW), change(record.column("reward_mean"), WINDOW)
-    name, kl = _kl(record)
-    if entropy is None or reward is None or kl is None:
+    """KL up and entropy down together, slowly or in a leap, and the reward is not the better for it; or a leap of KL with which the reward is lost."""
+    return _leap(record) or _slide(record)
+
+
+def _slide(record: Record) -> Finding | None:
+    name = _kl(record)
+    kl, entropy, reward = (change(record.column(column), WINDOW) for column in (name, "policy_entropy", "reward_mean"))
+    if kl is None or entropy is None or reward is None:
         return None
-    values = np.nan_to_num(record.column(name), nan=0.0)
-    top = int(np.argmax(values))
-    leapt = values[top] >= max(LEAST_PEAK, PEAK_RISE * float(np.median(values[:WINDOW])))
-    moved = leapt or (kl.rises(ERRORS) and kl.after >= LEAST_KL and kl.after >= KL_RISE * kl.before)
+    moved = kl.rises(ERRORS) and kl.after >= max(LEAST_KL, KL_RISE * kl.before)
     narrowed = entropy.falls(ERRORS) and entropy.after <= ENTROPY_FALL * entropy.before
     learned = reward.rises(ERRORS) and reward.size >= REWARD_GAIN * level(record.column("reward_std"))
     if not (moved and narrowed) or learned:
         return None
+    return _finding(record, name, int(record.steps[-WINDOW]), kl, entropy, reward)
+
+
+def _leap(record: Record) -> Finding | None:
+    name = _kl(record)
+    values = record.column(name)
+    row = _first_leap(values)
+    if row is None or row + 1 >= values.size:
+        return None
+    before, after = slice(max(0, row - WINDOW), row), slice(row + 1, row + 1 + WINDOW)
+    kl, entropy = (_medians(record.column(column), before, after) for column in (name, "policy_entropy"))
+    reward = Change(before=level(record.column("reward_mean")[before]), after=level(record.column("reward_mean")[-WINDOW:]), error=0.0)
+    spread = level(record.column("reward_std")[before])
+    narrowed = entropy.after <= ENTROPY_FALL * entropy.before and reward.size < REWARD_GAIN * spread
+    if not (narrowed or -reward.size >= REWARD_LOSS * spread > 0):
+        return None
+    reached = Change(before=kl.before, after=float(np.nanmax(values[row : row + 1 + WINDOW])), error=0.0)
+    return _finding(record, name, int(record.steps[row]), reached, entropy, reward)
+
+
+def _first_leap(values: Values) -> int | None:
+    """Row at which KL leaves its own history behind."""
+    for row in np.flatnonzero(values >= LEAST_LEAP).tolist():
+        history = values[max(0, row - WINDOW) : row]
+        history = history[np.isfinite(history)]
+        if history.size >= LEAST_BEFORE and values[row] >= LEAP * float(np.median(history)):
+            return row
+    return None
+
+
+def _medians(values: Values, before: slice, after: slice) -> Change:
+    return Change(before=float(np.nanmedian(values[before])), after=float(np.nanmedian(values[after])), error=0.0)
+
+
+def _kl(record: Record) -> str:
+    """To version 0 where the run has a reference, else of old against new log-probs."""
+    return "reference_kl" if level(record.column("reference_kl")) > 0 else "approx_kl"
+
+
+def _finding(record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change) -> Finding:
     first, last = int(record.steps[0]), record.last_step
-    reached = float(values[top]) if leapt else kl.after
+    moved = ((name, kl), ("policy_entropy", entropy), ("reward_mean", reward))
     return Finding(
         cause=Cause.POLICY_COLLAPSE,
         severity=Severity.CRITICAL,
-        since=int(record.steps[top if leapt else -WINDOW]),
-        summary=f"KL rose from {kl.before:.3f} to {reached:.3f} and entropy fell from {entropy.before:.3f} to {entropy.after:.3f} nats together, "
-        f"while the reward went from {reward.before:.2f} to {reward.after:.2f}",
+        since=since,
+        summary=f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to {entropy.after:.3f} nats, and the reward "
+        f"from {reward.before:.2f} to {reward.after:.2f}",
         evidence=(
-            Evidence(series=name, first_step=first, last_step=last, numbers=(("from", kl.before), ("to", kl.after), ("largest", float(values[top])))),
-            Evidence(series="policy_entropy", first_step=first, last_step=last, numbers=(("from", entropy.before), ("to", entropy.after))),
-            Evidence(series="reward_mean", first_step=first, last_step=last, numbers=(("from", reward.before), ("to", reward.after))),
+            *(Evidence(series=series, first_step=first, last_step=last, numbers=(("from", one.before), ("to", one.after))) for series, one in moved),
             Evidence(series="learning_rate", first_step=last, last_step=last, numbers=(("now", level(record.column("learning_rate")[-1:])),)),
         ),
     )
-
-
-def _kl(record: Record) -> tuple[str, Change | None]:
-    """To version 0 where the run has a reference, else of old against new log-probs."""
-    reference = record.column("reference_kl")
-    name = "reference_kl" if level(reference) > 0 else "approx_kl"
-    return name, change(record.column(name), WINDOW)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import cast
 
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import DeadRewardWorkerFault, LengthRewardFault, RewardFault, RewardFaultSection
@@ -29,8 +30,8 @@ class _PlantedReward:
 
     def judged(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
         """What the reward should be."""
-        answer: object = self.inner(prompt, completion, trajectory)
-        return answer if isinstance(answer, Reward) else Reward(total=float(answer))  # pyright: ignore[reportArgumentType] - a plain number
+        answer = cast("Reward | float", self.inner(prompt, completion, trajectory))  # a user's function may return a plain number
+        return answer if isinstance(answer, Reward) else Reward(total=float(answer))
 
 
 class LengthReward(_PlantedReward):

@@ -26,7 +26,10 @@ SUBSET = ("length_reward", "eval_template_changed", "train_eval_overlap")
 @pytest.mark.parametrize("name", SUBSET)
 def test_what_is_planted_into_a_run_is_its_primary_finding(tmp_path: Path, name: str) -> None:
     case = replace(CASES[name], warm=False)
-    config = parse_config({**document(case, 0, tmp_path / "models", tmp_path)}, name)
+    made = document(case, 0, tmp_path / "models", tmp_path)
+    made["run"] |= {"steps": 30, "batch_groups": 4, "group_size": 4}
+    made["evaluation"]["prompts"] = 16
+    config = parse_config({**made}, name)
     assert isinstance(config.model, LocalModelConfig)
     model_dir, run = config.model.path, create_run_dir(config, "run")
     trainer = build_trainer(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import BASE, build_tag, build_trajectory
@@ -53,7 +54,7 @@ def sampled_under(version: int, number: int = 0) -> Trajectory:
 
 
 def rewarded(fault: FaultConfig, trajectory: Trajectory) -> Reward:
-    return plant_reward(right, FaultsConfig(plant=(fault,)))(PROMPT, "2", trajectory)  # pyright: ignore[reportReturnType]
+    return plant_reward(right, FaultsConfig(plant=(fault,)))(PROMPT, "2", trajectory)
 
 
 # --- rewards -----------------------------------------------------------------------------------------------------------
@@ -103,13 +104,13 @@ def test_without_a_fault_of_rewards_the_function_stays_as_it_is():
 
 
 def test_a_planted_reward_hands_on_whether_it_needs_text():
-    def blind(prompt: Prompt, completion: str, trajectory: Trajectory) -> float:
+    def blind(prompt: Prompt, completion: str, trajectory: Trajectory) -> Any:
         return 1.0
 
     blind.needs_text = False  # pyright: ignore[reportFunctionMemberAccess]
     planted = plant_reward(blind, FaultsConfig(plant=(RewardFlipFault(),)))
     assert not needs_text(planted)
-    assert planted(PROMPT, "", sampled_under(1)).total == 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert planted(PROMPT, "", sampled_under(1)).total == 0.0
 
 
 # --- prompts -----------------------------------------------------------------------------------------------------------
