@@ -28,6 +28,8 @@ LEAST_FALL = 0.1
 """Fall of the evaluation that counts."""
 LENGTH_GROWTH = 1.3
 """Growth of the mean length that counts beside a reward that the evaluation does not follow."""
+TIED_ERRORS = 2.0
+"""Standard errors by which length must have grown where the reward follows it anyway."""
 LENGTH_CORRELATION = 0.6
 """Correlation of reward and length within groups above which the reward is a function of length."""
 LEAST_CORRELATIONS = 5
@@ -177,7 +179,7 @@ def length_reward(record: Record) -> Finding | None:
     tied = correlation.size >= LEAST_CORRELATIONS and share(correlation >= LENGTH_CORRELATION) >= PERSISTENCE
     grown = length is not None and length.ratio >= LENGTH_GROWTH and length.rises(REWARD_ERRORS)
     measured = correlation.size > 0
-    if length is None or not ((both is not None and grown and (tied or not measured)) or (tied and length.rises(REWARD_ERRORS))):
+    if length is None or not ((both is not None and grown and (tied or not measured)) or (tied and length.rises(TIED_ERRORS))):
         return None
     first, last = int(record.steps[0]), record.last_step
     evidence = [Evidence(series="length_mean", first_step=first, last_step=last, numbers=(("from", length.before), ("to", length.after)))]
