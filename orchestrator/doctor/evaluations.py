@@ -48,6 +48,8 @@ class Comparison:
     last_step: int
     reward: Change
     score: Change
+    """By the fitted line, which may leave the range of scores."""
+    first_score: float
     last_score: float
 
 
@@ -66,7 +68,14 @@ def compared(record: Record, least_points: int) -> Comparison | None:
     reward = _reward_between(record, versions)
     if reward is None:
         return None
-    return Comparison(first_step=int(versions[0]), last_step=int(versions[-1]), reward=reward, score=score, last_score=points[-1].number("score"))
+    return Comparison(
+        first_step=int(versions[0]),
+        last_step=int(versions[-1]),
+        reward=reward,
+        score=score,
+        first_score=points[0].number("score"),
+        last_score=points[-1].number("score"),
+    )
 
 
 def _reward_between(record: Record, versions: Values) -> Change | None:

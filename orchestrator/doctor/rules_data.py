@@ -163,10 +163,10 @@ def _overstated(record: Record) -> Comparison | None:
 def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
     first, last = both.first_step, both.last_step
     reward = (("from", both.reward.before), ("to", both.reward.after))
-    score = (("from", both.score.before), ("to", both.score.after), ("standard error", both.score.error))
+    score = (("first", both.first_score), ("last", both.last_score), ("change of the fitted line", both.score.size), ("its standard error", both.score.error))
     return (
         Evidence(series="reward_mean", first_step=first, last_step=last, numbers=reward),
-        Evidence(series="eval_score", first_step=first, last_step=last, numbers=score, note="fitted line"),
+        Evidence(series="eval_score", first_step=first, last_step=last, numbers=score),
     )
 
 
@@ -211,7 +211,7 @@ def reward_inverted(record: Record) -> Finding | None:
         severity=Severity.CRITICAL,
         since=both.first_step,
         summary=f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} while the evaluation fell "
-        f"from {both.score.before:.2f} to {both.score.after:.2f}",
+        f"from {both.first_score:.2f} to {both.last_score:.2f}",
         evidence=_reward_and_score(both),
     )
 
@@ -226,7 +226,7 @@ def reward_detached(record: Record) -> Finding | None:
         severity=Severity.CRITICAL,
         since=both.first_step,
         summary=f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f}, the evaluation went "
-        f"from {both.score.before:.2f} to {both.score.after:.2f}",
+        f"from {both.first_score:.2f} to {both.last_score:.2f}",
         evidence=_reward_and_score(both),
     )
 
