@@ -94,7 +94,7 @@ class GradientStep:
         attempt = self._attempt(micro_batches, batch)
         clock.end("forward_backward")
         found = None if self.search is None or not batch.num_tokens else self._searched(self.search, attempt, batch, audited)
-        attempt, evidence, removed = (attempt, None, {}) if found is None else (found.attempt, found.evidence, found.removed)
+        attempt, evidence, removed = (attempt, None, dict[str, int]()) if found is None else (found.attempt, found.evidence, found.removed)
         clock.end("gradloc")
         with self._watch.updating():
             optimizer = self._end(step, attempt, _refusal(attempt, evidence))

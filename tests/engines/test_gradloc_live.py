@@ -124,10 +124,12 @@ def test_a_skipped_step_moves_no_weight_and_teaches_nothing(folder: Path, given:
     calibrated = {"type": "calibrated", "warmup_steps": 1, "multiple": 3.0}
     with live_trainer(folder, "skipping", {"threshold": calibrated, "action": "skip"}, optimizer={"clip": {"type": "zclip", "warmup_steps": 2}}) as trainer:
         take(trainer, build_stored(healthy_groups(1)), 1)
-        before, state, memory = digest(trainer, folder, "before"), trainer._gradient.search.state(), trainer._optimizer.clip.state_dict()
+        search = trainer._gradient.search
+        assert search is not None
+        before, state, memory = digest(trainer, folder, "before"), search.state(), trainer._optimizer.clip.state_dict()
         report = take(trainer, spiked(1, place), 2)
         assert digest(trainer, folder, "after") == before
-        after = trainer._gradient.search.state()
+        after = search.state()
         assert (after["gradloc"]["history"], after["blocks"]) == (state["gradloc"]["history"], state["blocks"])
         assert trainer._optimizer.clip.state_dict() == memory
     assert evidence_of(report).acted is Acted.SKIPPED

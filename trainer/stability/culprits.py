@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollout.trajectory import Trajectory
 from trainer.batcher import TrainingBatch
@@ -65,7 +66,8 @@ class CulpritReader:
             logprobs, entropies = self._model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
         reshard(self._model)
         positions: list[int] = np.flatnonzero(sample.loss_mask).tolist()
-        now, entropy = logprobs.double().cpu().numpy(), entropies.double().cpu().numpy()
+        now: NDArray[np.float64] = logprobs.double().cpu().numpy()
+        entropy: NDArray[np.float64] = entropies.double().cpu().numpy()
         mean = float(np.mean(now - sample.rollout_logprobs[sample.loss_mask]))
         return _Row(
             logprobs=dict(zip(positions, now.tolist(), strict=True)),
