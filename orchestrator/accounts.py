@@ -90,6 +90,8 @@ class Accounts:
         self.trained_samples = 0
         self.trainer_busy_s = 0.0
         self.retried = 0
+        self.observing_cpu_s = 0.0
+        """What reducing signals for Prometheus has cost the driver."""
         self.distributions = Distributions()
         self.speeds = ReplicaSpeeds()
         self.prompts: deque[str] = deque(maxlen=64)

@@ -69,6 +69,10 @@ class LiveSignals:
         numbers["concord_reward_part_mean"] = self._reward_parts.means(report.reward_parts)
         return numbers
 
+    def took(self, cpu_s: float) -> None:
+        """So many CPU seconds of the driver went into all this."""
+        self._loop.accounts.observing_cpu_s += cpu_s
+
     def snapshot(self) -> Snapshot:
         """All values now."""
         row, memory = self._signals.live_row(), self._memory.now

@@ -47,6 +47,7 @@ SYSTEM: tuple[Metric, ...] = (
     optional_column("slowest_replica", "slot", 4, "Its slot; -1 where there is none."),
     column("reward_seconds", "seconds", 4, "Mean time of the trained groups in a reward worker."),
     column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
+    column("observing_cpu_seconds", "seconds", 4, "CPU seconds of the driver that reducing signals for Prometheus took since the loop began."),
     column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
     column("diagnosis_layer", "layer", 4, "Layer of the doctor's primary finding, 1 to 4; 0 where nothing is worse than info."),
     column("diagnosis_severity", "rank", 4, "How bad it is: 0 nothing, 2 warn, 3 critical."),

@@ -1,6 +1,7 @@
 """Keeps what Prometheus is told current while a loop runs. Whatever goes wrong here is told once, and never ends the training."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -46,12 +47,14 @@ class Observing:
         self._bell.clear()
         if self._broken:
             return
+        begun = time.thread_time()
         try:
             with boundary(ConcordError, "reducing signals"):
                 while self._finished:
                     self._live.step(*self._finished.popleft())
                 self._exporter.show(self._live.snapshot())
                 self._targets.show(self._live.engine_addresses())
+                self._live.took(time.thread_time() - begun)
         except ConcordError as error:
             self._broken = True
             self._finished.clear()

@@ -110,7 +110,7 @@ def test_every_declared_metric_has_a_value_by_the_end(tmp_path: Path):
     runs = configs(tmp_path)
     targets = [config.run.dir / "run" / "prometheus_targets.json" for config in runs]
     with PrometheusServer(tmp_path / "prometheus", targets) as prometheus:
-        found: set[str] = set()
+        found, answered = set[str](), list[dict[str, Any]]()
         for config in runs:
             with Exporter("127.0.0.1", 0) as exporter:
                 drive_to_the_end(config, exporter, prometheus)
