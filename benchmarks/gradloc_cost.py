@@ -36,7 +36,7 @@ SPIKE = 1e4
 
 
 def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8, width: int = 512) -> dict[str, Any]:
-    """Wall clock of searches over that of their own steps: M micro-batches of 8 sequences of 512, a spike at a random place."""
+    """Searches over their own steps, wall clock and CPU seconds of all ranks: M micro-batches of 8 sequences of 512, a spike at a random place."""
     torch.set_num_threads(1)
     model, loss = small_model(ranks, **SHAPE), spiking_loss()
     norms = PartNorms(model, ranks)
@@ -44,27 +44,43 @@ def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8,
     ran = run_step(model, loss, ranks, step, norms)
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     gradloc = GradLoc(GradLocConfig(threshold=GivenTau(tau=3 * ran.norm / square**0.5)), model, loss, ranks)
-    rng, shares = np.random.default_rng(0), dict[str, list[float]]()
-    step_s, passes = list[float](), dict[str, list[int]]()
+    rng, found = np.random.default_rng(0), dict[str, list[tuple[float, float, int]]]()
+    steps: list[tuple[float, float]] = []
     for _ in range(tries):
         rank, every = int(rng.integers(ranks.world)), places(step)
         place = every[int(rng.random() * len(every))]
         mine = rank == ranks.rank
-        begun = time.perf_counter()
+        spent = _Spent(ranks)
         ran = run_step(model, loss, ranks, plant(step, place, SPIKE) if mine else step, norms)
-        step_s.append(time.perf_counter() - begun)
+        steps.append(spent.so_far())
         suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])] if mine else []
         variants: dict[str, dict[str, Any]] = {"search": {}, "search, part norms": {"part_norms": norms}, "right suspect": {"suspects": suspects}}
         for name, settings in variants.items():
+            spent = _Spent(ranks)
             report = gradloc.observe(ran.norm, ran.data, **settings)
+            wall_s, cpu_s = spent.so_far()
             if report is None or report.outcome != "located":
                 raise RuntimeError(f"the planted spike was not located: {report}")
-            shares.setdefault(name, []).append(report.seconds / step_s[-1])
-            passes.setdefault(name, []).append(report.passes)
-    return {
-        "step_s": statistics.median(step_s),
-        **{f"{name} / step": {"median": statistics.median(each), "most": max(each), "passes": max(passes[name])} for name, each in shares.items()},
-    }
+            found.setdefault(name, []).append((wall_s / steps[-1][0], cpu_s / steps[-1][1], report.passes))
+    answer: dict[str, Any] = {"step_wall_s": statistics.median(wall for wall, _ in steps), "step_cpu_s": statistics.median(cpu for _, cpu in steps)}
+    for name, each in found.items():
+        wall, cpu, passes = zip(*each, strict=True)
+        shares = {"wall": statistics.median(wall), "wall_most": max(wall), "cpu": statistics.median(cpu), "cpu_most": max(cpu)}
+        answer[f"{name} / step"] = {**shares, "passes": max(passes)}
+    return answer
+
+
+class _Spent:
+    """Wall clock and CPU seconds of all ranks, from here on."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        ranks.sum(torch.zeros(1))  # all ranks start together
+        self._ranks, self._begun = ranks, (time.perf_counter(), time.process_time())
+
+    def so_far(self) -> tuple[float, float]:
+        """Until all ranks are here."""
+        cpu_s = self._ranks.sum(torch.tensor([time.process_time() - self._begun[1]], dtype=torch.float64))
+        return time.perf_counter() - self._begun[0], float(cpu_s.item())
 
 
 def memory(ranks: Ranks) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def micro_batch(
         old_logprobs=old,
         rollout_logprobs=old,
         advantages=each,
-        token_weights=np.full(rows, weight, dtype=np.float32),
+        token_weights=ones * np.float32(weight),
         trajectory_ids=names or tuple(str(row) for row in range(rows)),
         lengths=tuple(int(length) if mask.any() else 0 for length, mask in zip(lengths, loss_mask, strict=True)),
         routing=(None,) * rows,

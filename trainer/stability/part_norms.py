@@ -74,7 +74,7 @@ class PartNorms:
         self._waiting.append(waiting)
         for parameter in found:
             self._hooked[id(parameter)] = parameter
-            parameter.register_post_accumulate_grad_hook(partial(self._see, waiting, len(found)))
+            cast(Any, parameter).register_post_accumulate_grad_hook(partial(self._see, waiting, len(found)))
         handles.pop().remove()
 
     def _see(self, waiting: list[Tensor], whole: int, parameter: Tensor) -> None:

@@ -65,7 +65,8 @@ class Probes:
         parts = (self._tokens, self._powers, self._load, self._squares)
         if not any(part.numel() for part in parts[1:]):
             return ()
-        sums = self._ranks.sum(torch.cat([part.flatten() for part in parts])).cpu().split([part.numel() for part in parts])
+        whole: Any = self._ranks.sum(torch.cat([part.flatten() for part in parts])).cpu()
+        sums = cast(tuple[Tensor, ...], whole.split([part.numel() for part in parts]))
         tokens, powers, load, squares = (one.reshape(part.shape) for one, part in zip(sums, parts, strict=True))
         self._tokens, self._powers, self._load, self._squares = self._empty()
         return (*self._activations(float(tokens), powers), *self._router_load(load), *self._update_ratio(squares))
@@ -106,7 +107,7 @@ class Probes:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         squares = hidden.detach().float().square()
-        rows = torch.stack([squares.sum(-1), torch.linalg.vecdot(squares, squares)]).double()
+        rows = torch.stack([squares.sum(-1), cast(Any, torch.linalg).vecdot(squares, squares)]).double()
         self._powers[index] += (rows * self._mask).sum(dim=(1, 2))
         self._width = hidden.shape[-1]
 

@@ -128,7 +128,8 @@ def largest_logits(query: Tensor, key: Tensor, scaling: float, lengths: Sequence
     for start in range(0, tokens, _CHUNK_TOKENS):
         end = min(start + _CHUNK_TOKENS, tokens)
         # The queries that share keys stand below each other: no key is copied.
-        logits = (asked[..., start:end, :].flatten(2, 3) @ keys[..., :end]).unflatten(2, (-1, end - start))
+        together = asked[..., start:end, :].flatten(2, 3) @ keys[..., :end]
+        logits = cast(Tensor, cast(Any, together).unflatten(2, (-1, end - start)))
         future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
         logits[..., start:].masked_fill_(future, -torch.inf)
         # A key before a real query is real itself.
