@@ -77,14 +77,19 @@ class Evaluation:
                 await self._book.store.record_event("evaluation_failed", {"version": self._due, "reason": str(error)})
                 self._passed(self._publisher.committed.policy.version)
 
-    async def last(self, policy: PolicyVersion) -> None:
-        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take."""
+    async def last(self, policy: PolicyVersion, stop: asyncio.Event) -> None:
+        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond `stop`."""
         self._final = policy
         self._bell.set()
+        finished, stopped = asyncio.ensure_future(self._finished.wait()), asyncio.ensure_future(stop.wait())
         try:
-            await within(self._finished.wait(), self._config.deadline_s, f"the evaluation of {policy.key}")
-        except ConcordError as error:
-            await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": str(error)})
+            await asyncio.wait((finished, stopped), timeout=self._config.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished.cancel()
+            stopped.cancel()
+        if not self._finished.is_set():
+            reason = "the run was stopped" if stop.is_set() else f"no score after evaluation.deadline_s = {self._config.deadline_s:g}"
+            await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": reason})
 
     async def _next(self, port: EvaluatorPort) -> None:
         serving = self._replicas.serving(self._publisher.committed.policy)

@@ -180,7 +180,7 @@ class Loop:
                 try:
                     await self.training.run(config.run.steps, config.trainer.checkpoint.every_steps, self.stop)
                     if self.evaluation is not None and not self.stop.is_set():
-                        await self.evaluation.last(self.training.policy)
+                        await self.evaluation.last(self.training.policy, self.stop)
                 finally:
                     for task in list(self._tasks):
                         task.cancel()

@@ -213,6 +213,13 @@ def test_scores_of_two_configurations_are_never_one_trend():
     assert not [f for f in diagnose(run.record()).findings if f.cause in (Cause.REWARD_INVERTED, Cause.REWARD_DETACHED)]
 
 
+def test_a_last_unsolved_group_among_solved_ones_makes_no_spike():
+    run = healthy(0, 200)
+    run.set("grad_norm", lambda t: 0.01, since=120)
+    run.rows[-4]["grad_norm"] = 0.9
+    assert not [f for f in diagnose(run.record()).findings if f.cause is Cause.GRADIENT_SPIKE]
+
+
 def test_a_step_that_was_skipped_on_request_is_not_called_non_finite():
     run = healthy(0)
     run.event("step_skipped", len(run.rows), reason="gradloc found 1 tokens behind the norm")

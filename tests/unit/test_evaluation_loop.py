@@ -139,6 +139,37 @@ def test_an_evaluation_that_dies_is_told_and_the_next_one_is_taken(tmp_path: Pat
     assert len(case.evaluators) == 2
 
 
+class StuckEvaluator(FakeEvaluator):
+    """Answers nothing; asks for a stop when the last version's turn has come."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__([report()])
+        self._stop = stop
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        if policy.version < 2:
+            return await super().evaluate(slot, policy, label)
+        self._stop()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+def test_a_stop_does_not_wait_for_the_last_score(tmp_path: Path):
+    case, ask = Case(tmp_path, "evaluation.every_steps=50", steps=2), list[Callable[[], None]]()
+
+    async def main() -> dict[str, Any]:
+        fleet = LocalFleet(case.config, case.run.path, MODEL, ScriptedTrainer(case.config.trainer))
+        fleet.make_evaluator = lambda: StuckEvaluator(lambda: ask[0]())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await drive(case.config, case.run, inputs_of(case.config, MODEL), fleet, case.reporter, ask.append)
+        finally:
+            await fleet.close()
+
+    assert asyncio.run(main())["version"] == 2
+    assert [event["reason"] for event in case.events("evaluation_failed")] == ["the run was stopped"]
+
+
 def test_without_a_finished_prompt_there_is_an_event_and_no_score(tmp_path: Path):
     case = Case(tmp_path)
     case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator([report(score=None, versions=())])))
