@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli_audit import AuditOptions, audit, command_of
+from orchestrator.cli_dashboards import app as dashboards
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Asynchronous reinforcement learning for language models.")
 
@@ -147,6 +148,7 @@ def replay(
     replay_step(run_dir, step, as_json=as_json)
 
 
+app.add_typer(dashboards, name="dashboards")
 app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
 
 

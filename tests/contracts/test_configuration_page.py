@@ -79,6 +79,7 @@ def test_every_command_of_a_page_exists(page: Path):
     from orchestrator.cli import app
 
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    commands |= {group.name for group in app.registered_groups if group.name}
     assert "resume" in commands
     assert not sorted(set(re.findall(r"\bconcord ([a-z]+)", code_of(page))) - commands)
 
