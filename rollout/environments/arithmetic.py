@@ -3,6 +3,8 @@
 With several turns a prompt carries the later sums in its metadata, under `LATER`, and they are asked one after the other.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,10 +69,12 @@ class ArithmeticSource:
 
 
 class EasySums(ArithmeticSource):
-    """The 55 sums below ten, one turn each, whatever the digits of the operands."""
+    """The 55 sums below ten but those of `held_out`, one turn each, whatever the digits of the operands."""
 
-    def __init__(self, digits: int, seed: int) -> None:
-        self._take(np.array([(left, right) for left in range(10) for right in range(10 - left)], dtype=np.int64), digits, 1, seed)
+    def __init__(self, digits: int, seed: int, held_out: Iterable[Prompt] = ()) -> None:
+        kept_out = {prompt.prompt_id for prompt in held_out}
+        pairs = [(left, right) for left in range(10) for right in range(10 - left) if f"{left:0{digits}d}+{right:0{digits}d}" not in kept_out]
+        self._take(np.array(pairs, dtype=np.int64), digits, 1, seed)
 
 
 def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:

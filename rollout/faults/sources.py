@@ -53,7 +53,7 @@ def plant_source(source: PromptSource, faults: FaultsConfig, held_out: Sequence[
         if isinstance(fault, EasyPromptsFault):
             if digits is None:
                 raise UserError('fault easy_prompts makes sums; set environment.type = "arithmetic"')
-            source = EasySums(digits, seed)
+            source = EasySums(digits, seed, held_out)
         elif isinstance(fault, TrainEvalOverlapFault):
             if not held_out:
                 raise UserError("fault train_eval_overlap needs held-out prompts; set evaluation.every_steps")

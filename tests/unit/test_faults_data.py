@@ -132,10 +132,13 @@ def test_held_out_prompts_come_into_training_and_the_check_says_so():
     assert prompts == a_pass(TrainEvalOverlapFault(rate=0.5))
 
 
-def test_easy_prompts_are_the_sums_below_ten_each_once_a_pass():
-    prompts = a_pass(EasyPromptsFault())
-    assert len({prompt.text for prompt in prompts}) == len(prompts) == 55
+def test_easy_prompts_are_the_sums_below_ten_that_are_not_held_out():
+    prompts, held_out = a_pass(EasyPromptsFault()), held_out_prompts(SUMS, HELD_OUT, 0)
+    below_ten = [prompt for prompt in held_out if len(str(prompt.answer)) == 1]
+    assert below_ten, "else this shows nothing"
+    assert len({prompt.text for prompt in prompts}) == len(prompts) == 55 - len(below_ten)
     assert all(len(str(prompt.answer)) == 1 for prompt in prompts)
+    assert check_prompts(prompts, held_out).overlapping == 0
 
 
 def test_easy_prompts_of_anything_but_sums_are_refused():
