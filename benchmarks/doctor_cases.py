@@ -50,6 +50,8 @@ CASES: Mapping[str, Case] = {
     "high_lr": Case(cause=Cause.POLICY_COLLAPSE, fault={"type": "high_lr", "start_version": START}),
     "dead_reward_worker": Case(cause=Cause.REWARD_WORKER, fault={"type": "dead_reward_worker"}),
     "grad_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "grad_spike", "start_version": LATE}),
+    "two_spikes": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "two_spikes", "start_version": LATE}, changes={"trainer": {"micro_batch_tokens": 256}}),
+    "ratio_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "ratio_spike", "start_version": LATE}),
     "diffuse_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "diffuse_spike", "start_version": LATE}),
     "nan_token": Case(cause=Cause.NON_FINITE, fault={"type": "nan_token", "start_version": LATE}),
     "block_explosion": Case(cause=Cause.BLOCK_IMBALANCE, fault={"type": "block_explosion", "start_version": LATE}),
