@@ -41,7 +41,7 @@ def prompt(text: str, number: int = 0) -> Prompt:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_that_are_held_out_are_never_trained_on_and_always_the_same(seed: int):
-    config = ArithmeticConfig(prompts=9900)
+    config = ArithmeticConfig(prompts=6400)
     source = build_source(config, seed)
     trained = {each.text for each in source.draw(PromptCursor(), source.size)[0]}
     held_out = held_out_prompts(config, evaluation(prompts=100), seed)
