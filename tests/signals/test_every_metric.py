@@ -1,4 +1,4 @@
-"""Real runs of small models under one Prometheus: by their end every declared metric has had a value, and no run has more series than its sizes allow."""
+"""Real runs of small models under one Prometheus: by their end every metric had a value and every panel data, within the declared numbers of series."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_panels import panel_queries
 from local_fleet import LocalFleet, QuietReporter, inputs_of
 from prometheus_rules import rules
 from prometheus_server import PrometheusServer
@@ -110,14 +111,16 @@ def test_every_declared_metric_has_a_value_by_the_end(tmp_path: Path):
     runs = configs(tmp_path)
     targets = [config.run.dir / "run" / "prometheus_targets.json" for config in runs]
     with PrometheusServer(tmp_path / "prometheus", targets) as prometheus:
-        found, answered = set[str](), list[dict[str, Any]]()
+        found, shown, answered = set[str](), set[str](), list[dict[str, Any]]()
         for config in runs:
             with Exporter("127.0.0.1", 0) as exporter:
                 drive_to_the_end(config, exporter, prometheus)
                 found |= metrics_within_bounds(prometheus, config, exporter)
+                shown |= {query for query in panel_queries("run") if prometheus.query(query)}
                 answered = [rule for rule in rules("recording") if prometheus.query(rule["expr"])]
         assert not sorted(metric.name for metric in CATALOGUE if metric.name not in found)
         assert_recorded_rules_return_data(prometheus, answered)
+        assert not [query for query in panel_queries("run") if query not in shown]
 
 
 def metrics_within_bounds(prometheus: PrometheusServer, config: RunConfig, exporter: Exporter) -> set[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from grafana_panels import panel_queries
 from local_fleet import QuietReporter
 from prometheus_rules import rules
 from prometheus_server import PrometheusServer
@@ -34,6 +35,9 @@ def test_prometheus_follows_a_run_and_every_rule_answers(tmp_path: Path):
         assert_series_are_those_of_the_run(prometheus, exporter)
         for rule in (*rules("recording"), *rules("alerts")):
             prometheus.query(rule["expr"])
+        answered = [query for query in panel_queries("run") if prometheus.query(query)]
+        assert len(answered) > 50
+        assert not [query for query in panel_queries("another run") if "(" not in query and prometheus.query(query)]
 
 
 def assert_series_are_those_of_the_run(prometheus: PrometheusServer, exporter: Exporter) -> None:

@@ -15,19 +15,22 @@ from pyarrow import parquet
 from report_room import plant_event, plant_gap, plant_histograms, scripted_run
 from search_evidence import build_search
 
-from orchestrator.histogram_parts import read_histograms
+from orchestrator.distributions import Distributions
+from orchestrator.histogram_parts import HistogramRecorder, read_histograms
 from orchestrator.metric_parts import read_rows
 from orchestrator.metrics import COLUMNS
 from orchestrator.report.attribution import attributed
 from orchestrator.report.distributions import ratio_labels, whole_numbers
 from orchestrator.report.drawing import MOST_POINTS, bin_size, thinned
 from orchestrator.report.make import make_report
-from orchestrator.report.page import Page
+from orchestrator.report.page import Page, script_json
 from orchestrator.report.record import read_record
 from orchestrator.report.sections import page_of
 from orchestrator.report.timeline import PANELS
+from orchestrator.report.work import endings
 from orchestrator.run_dir import RunDir
 from orchestrator.search_records import SearchRecords
+from rollout.dispatch import Counts
 from rollout.errors import UserError
 from rollout.tokenizer import load_tokenizer
 from rollout.weights import PolicyVersion
@@ -233,3 +236,27 @@ def test_a_long_series_is_thinned_to_means_that_skip_what_was_not_measured():
 def test_buckets_have_readable_names():
     assert whole_numbers((0.0, 1.0, 3.0, float("inf"))) == ["0", "1", "2-3", "above 3"]
     assert ratio_labels((float(np.log(0.5)), 0.0, float(np.log(2)), float("inf"))) == ["to 0.5", "0.5-1.000", "1.000-2", "above 2"]
+
+
+def test_parts_of_histograms_hold_what_was_counted_since_the_part_before(tmp_path: Path):
+    counted = Distributions()
+    recorder = HistogramRecorder(tmp_path, counted, steps_per_part=2)
+    for step in range(1, 6):
+        counted.observe("concord_token_staleness_steps", 1.0, times=10)
+        recorder.add(step)
+    recorder.flush()
+    recorder.flush()
+    tables = [parquet.read_table(tmp_path / f"part-{number}.parquet").to_pylist() for number in range(3)]
+    assert [(rows[0]["last_step"], sum(row["count"] for row in rows)) for rows in tables] == [(2, 20), (4, 20), (5, 10)]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert read_histograms(tmp_path).of("token_staleness_steps")[""].tolist()[:3] == [0, 50, 0]
+
+
+def test_groups_that_wait_for_a_checkpoint_are_trained_and_not_in_flight():
+    counts = Counts(total=20, dispatched=3, leased=1, trained_held=((7, 4),), trained=8, rejected=(("stale", 3),), failed=(("engine", 1),))
+    found = {ending.name: ending.groups for ending in endings(counts)}
+    assert found == {"trained": 12, "in flight": 4, "rejected: stale": 3, "failed: engine": 1}
+
+
+def test_data_in_the_page_cannot_end_its_script():
+    assert script_json({"text": "</script>"}) == '{"text":"\\u003c/script>"}'

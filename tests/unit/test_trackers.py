@@ -90,3 +90,14 @@ def test_a_tracker_that_cannot_be_closed_is_told():
 def test_another_kind_of_wandb_is_refused(tmp_path: Path):
     with pytest.raises(Exception, match=r"trackers\.wandb"):
         config_of(tmp_path, "trackers.wandb=sometimes")
+
+
+def test_wandb_offline_keeps_the_rows_and_a_resume_goes_on_with_the_same_run(tmp_path: Path):
+    config = config_of(tmp_path, 'trackers.wandb="offline"')
+    for step in (1.0, 2.0):
+        reporter = tracked(config, RunDir(tmp_path), QuietReporter())
+        reporter.step(ROW | {"step": step}, 8)
+        reporter.close()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.stem for file in files}) == 1
+    assert all(TAGS["reward_mean"].encode() in file.read_bytes() for file in files)
