@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,13 +74,21 @@ def stored(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int =
     return build_stored(groups)
 
 
+def _work_and_leave(work: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
+    """Leaves without the interpreter's own end: threads of torch that are still there then now and then abort a process whose work is done."""
+    work(rank, world, folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_ranks(world: int, work: Callable[[int, int, Path], None], folder: Path, deadline_s: float = 100.0) -> None:
     """Run `work(rank, world, folder)` in `world` processes and wait for all.
 
     `work` must be importable by its module's name, so it lives beside the tests, not in one.
     """
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(rank, world, folder), daemon=True) for rank in range(world)]
+    processes = [context.Process(target=_work_and_leave, args=(work, rank, world, folder), daemon=True) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
