@@ -34,7 +34,7 @@ class DeadRewardWorkerFault(RewardFaultSection):
     """The process of the reward worker ends while it judges."""
 
     type: Literal["dead_reward_worker"] = "dead_reward_worker"
-    rate: Annotated[float, Field(gt=0, le=1)] = 0.1
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Share of dispatches at which it dies, drawn from a seeded hash of their ids: another attempt at the same prompt may live."""
 
 
