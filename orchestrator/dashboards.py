@@ -110,8 +110,7 @@ class Grafana:
                 f"Grafana at {self._url} does not accept the token (status {error.status_code}: {error.message}); give --token of a service account with the "
                 "role Admin, made under Administration > Service accounts"
             )
-        answer = cast("dict[str, str]", error.response) if isinstance(error.response, dict) else {}
-        return _RefusedError(error.status_code, str(error.message), answer.get("status", ""))
+        return _RefusedError(error.status_code, str(error.message), str(_fields(error.response).get("status", "")))
 
     def found(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - JSON
         """The answer, or None where there is no such thing."""
@@ -128,14 +127,18 @@ class Grafana:
         Raises:
             UserError: older than the dashboards need.
         """
-        health = self.ask(lambda: self.face.api.GET("/health"))
-        version = str(health.get("version", "")) if isinstance(health, dict) else ""
+        version = str(_fields(self.ask(lambda: self.face.api.GET("/health"))).get("version", ""))
         major = version.partition(".")[0]
         if not major.isdigit():
             raise UserError(f"{self._url}/api/health names no version; is it Grafana's address, with its path?")
         if int(major) < OLDEST_GRAFANA:
             raise UserError(f"Grafana at {self._url} is version {version}; the dashboards need {OLDEST_GRAFANA} or newer: upgrade it, or push elsewhere")
         return version
+
+
+def _fields(answer: object) -> Body:
+    """Of an answer that should be an object; none where it is not."""
+    return cast("Body", answer) if isinstance(answer, Mapping) else {}
 
 
 def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> list[Change]:

@@ -63,7 +63,7 @@ def part_files(directory: Path) -> list[Path]:
 
 def _column(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table
     if name not in table.column_names:
-        return np.full(table.num_rows, np.nan)
+        return np.full(int(table.num_rows), np.nan)
     values: Column = np.array(table.column(name).to_pylist(), dtype=np.float64)
     unmeasured = DECLARED[f"concord_{name}"].unmeasured
     return values if unmeasured is None else np.where(values == unmeasured, np.nan, values)

@@ -33,7 +33,7 @@ class TensorBoardTracker:
     """Event files in `RUN/tensorboard`; `tensorboard --logdir runs` shows all runs."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard import summary  # pyright: ignore[reportMissingTypeStubs]
+        from tensorboard import summary
 
         writer: Any = summary
         self._writer = writer.Writer(str(directory))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_fleet import QuietReporter
@@ -67,7 +68,8 @@ def test_a_run_with_tensorboard_writes_its_rows_below_its_folder(tmp_path: Path)
     reporter.step(ROW, 8)
     reporter.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(read.Tags()["tensors"]) == set(measured(ROW))
+    tags: Any = read.Tags()
+    assert set(tags["tensors"]) == set(measured(ROW))
 
 
 def test_a_tracker_that_fails_is_told_once_and_dropped():
