@@ -65,8 +65,8 @@ def _column(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table
     if name not in table.column_names:
         return np.full(int(table.num_rows), np.nan)
     values: Column = np.array(table.column(name).to_pylist(), dtype=np.float64)
-    unmeasured = DECLARED[f"concord_{name}"].unmeasured
-    return values if unmeasured is None else np.where(values == unmeasured, np.nan, values)
+    values[values == DECLARED[f"concord_{name}"].unmeasured] = np.nan
+    return values
 
 
 def _lineage(steps: Column, epochs: Column) -> NDArray[np.intp]:

@@ -22,6 +22,7 @@ from rollout.faults.config import (
     RoutingPerturbedFault,
     StaleHeadFault,
     StaleReplicaFault,
+    WeightFault,
 )
 from rollout.faults.doctored_files import doctored_copy
 from rollout.faults.registry import plant_engine
@@ -125,7 +126,7 @@ def without_a_matrix(models: Models) -> Reference:
     ids=["stale_replica", "stale_head", "low_precision", "corrupt", "not_yet"],
 )
 def test_from_its_start_version_on_the_replica_computes_with_other_weights(
-    fault: FaultConfig, expected: Callable[[Models], Reference], models: Models, tmp_path: Path
+    fault: WeightFault, expected: Callable[[Models], Reference], models: Models, tmp_path: Path
 ):
     published = shutil.copytree(models.old, tmp_path / "e1-v0")
 

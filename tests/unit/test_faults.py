@@ -27,6 +27,7 @@ from rollout.faults.config import (
     FaultsConfig,
     KvKeptFault,
     MissingRoutingFault,
+    PromptFault,
     RawLogprobsFault,
     RetokenizedTurnFault,
     ShortLogprobsFault,
@@ -327,7 +328,7 @@ def test_a_doubled_begin_token_is_refused_before_it_is_sent():
 
 
 def test_replica_version_and_rate_choose_the_dispatches_whose_prompts_go_wrong():
-    def tokenizer(version: int, replica: int, fault: FaultConfig) -> object:
+    def tokenizer(version: int, replica: int, fault: PromptFault) -> object:
         prompts = PlantedPrompts(TOKENIZER, FaultsConfig(plant=(fault,)))
         dispatch = build_dispatch(policy=PolicyVersion(1, version))
         prompts.note([dispatch])
