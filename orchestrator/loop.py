@@ -170,7 +170,7 @@ class Loop:
                 self._spawn(self.publisher.run(), "publication")
                 self._spawn(self.supervision.run(), "supervision")
                 self._spawn(self.doctor.run(), "doctor")
-                self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
+                stall_watch = self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
                 for index in range(config.episodes.workers):
                     self._spawn(self.collection.run(index), f"collection {index}")
                 if self.consistency is not None:
@@ -179,6 +179,7 @@ class Loop:
                     self._spawn(self.evaluation.run(), "evaluation")
                 try:
                     await self.training.run(config.run.steps, config.trainer.checkpoint.every_steps, self.stop)
+                    stall_watch.cancel()  # no step is to come
                     if self.evaluation is not None and not self.stop.is_set():
                         await self.evaluation.last(self.training.policy, self.stop)
                 finally:
@@ -193,12 +194,13 @@ class Loop:
         if consistency.gates and self._config.consistency.when_behind == "audit":
             self._spawn(consistency.waive(), "consistency waiver")
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         if self._group is None:
             raise ConcordError(f"{name} was asked for before the loop ran")
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _committed(self, reports: list[ApplyReport]) -> None:
         self.accounts.weight_updates += 1

@@ -18,7 +18,7 @@ MAX_FAILED_STARTS = 3
 class Supervision:
     """Owns the restarts of engine replicas."""
 
-    def __init__(self, *, replicas: Replicas, book: Book, deadlines: DeadlinesConfig, spawn: Callable[[Coroutine[None, None, None], str], None]) -> None:
+    def __init__(self, *, replicas: Replicas, book: Book, deadlines: DeadlinesConfig, spawn: Callable[[Coroutine[None, None, None], str], object]) -> None:
         self._replicas = replicas
         self._book = book
         self._deadlines = deadlines
