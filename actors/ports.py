@@ -152,14 +152,6 @@ class EvaluatorPort(Protocol):
         ...
 
 
-class Connects(Protocol):
-    """Whatever is told of every engine replica that serves."""
-
-    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
-        """See `WorkerPort.connect`."""
-        ...
-
-
 class Fleet(Protocol):
     """All actors of a run."""
 

@@ -65,17 +65,20 @@ class Evaluation:
 
     async def run(self) -> None:
         """Evaluate for ever, replacing the actor when it fails; ends by cancellation."""
+        port: EvaluatorPort | None = None
         while True:
-            port = await self._fleet.new_evaluator()
-            await self._replicas.attach(port)
+            await self._until_due()
+            asked = self._publisher.committed
             try:
-                while True:
-                    await self._next(port)
+                if port is None:
+                    port = await within(self._fleet.new_evaluator(), self._config.deadline_s, "the evaluation to start")
+                await self._evaluate(port, asked)
             except ConcordError as error:
-                self._replicas.detach(port)
-                await port.kill()
-                await self._book.store.record_event("evaluation_failed", {"version": self._due, "reason": str(error)})
-                self._passed(self._publisher.committed.policy.version)
+                if port is not None:
+                    await port.kill()
+                    port = None
+                await self._book.store.record_event("evaluation_failed", {"version": asked.policy.version, "reason": str(error)})
+            self._passed(asked.policy.version)
 
     async def last(self, policy: PolicyVersion, stop: asyncio.Event) -> None:
         """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond `stop`."""
@@ -91,20 +94,22 @@ class Evaluation:
             reason = "the run was stopped" if stop.is_set() else f"no score after evaluation.deadline_s = {self._config.deadline_s:g}"
             await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": reason})
 
-    async def _next(self, port: EvaluatorPort) -> None:
-        serving = self._replicas.serving(self._publisher.committed.policy)
-        committed = self._publisher.committed
-        if not serving or not self._is_due(committed.policy):
+    async def _until_due(self) -> None:
+        while not self._is_due(self._publisher.committed.policy) or not self._replicas.serving(self._publisher.committed.policy):
             self._bell.clear()
             await self._bell.wait()
-            return
-        replica = min(serving, key=lambda one: one.assigned)
+
+    async def _evaluate(self, port: EvaluatorPort, asked: WeightManifest) -> None:
+        replica = min(self._replicas.serving(self._publisher.committed.policy), key=lambda one: one.assigned, default=None)
+        if replica is None:
+            raise ConcordError(f"no engine replica serves {asked.policy.key} any more")
         self._asked += 1
-        label = f"{committed.policy.key}-{self._asked}"
-        asked = port.evaluate(replica.slot, committed.policy, label)
-        report = await within(asked, self._config.deadline_s, f"the evaluation of {committed.policy.key} on replica {replica.slot}")
-        await self._take(report, committed, replica)
-        self._passed(committed.policy.version)
+        report = await within(
+            _scored(port, replica, asked.policy, f"{asked.policy.key}-{self._asked}"),
+            self._config.deadline_s,
+            f"the evaluation of {asked.policy.key} on replica {replica.slot}",
+        )
+        await self._take(report, asked, replica)
 
     def _is_due(self, policy: PolicyVersion) -> bool:
         return not self._finished.is_set() and (policy.version >= self._due or (self._final is not None and policy.version >= self._final.version))
@@ -143,3 +148,11 @@ class Evaluation:
             **{f"part_{name}": value for name, value in report.parts},
         }
         await self._book.store.record_event("evaluation", fields)
+
+
+async def _scored(port: EvaluatorPort, replica: Replica, policy: PolicyVersion, label: str) -> EvaluationReport:
+    """The evaluation learns its engine when it asks: replicas that start never wait for it, and do not fail when it is gone."""
+    if replica.port is None or replica.tag is None:
+        raise ConcordError(f"engine replica {replica.slot} has no process; it is being restarted")
+    await port.connect(replica.slot, replica.port, replica.tag)
+    return await port.evaluate(replica.slot, policy, label)

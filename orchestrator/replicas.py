@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.ports import Connects, EnginePort, Fleet
+from actors.ports import EnginePort, Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
 from orchestrator.deadlines import within
 from orchestrator.registration import Expectation, canary_gap, check_registration
@@ -54,7 +54,7 @@ class Replicas:
         self._deadlines = deadlines
         self._expected = expected
         self._slots = [Replica(slot=slot) for slot in range(expected.engine.replicas)]
-        self._workers: list[Connects] = []
+        self._workers: list[WorkerPort] = []
         self.tainted: set[tuple[int, int, PolicyVersion]] = set()
         """(slot, incarnation, policy) under which a failing replica may have sampled."""
 
@@ -95,15 +95,15 @@ class Replicas:
         for worker in self._workers:
             await worker.connect(replica.slot, replica.port, started.tag)
 
-    async def attach(self, worker: Connects) -> None:
-        """Connect a new episode worker, or the evaluation, to every live replica."""
+    async def attach(self, worker: WorkerPort) -> None:
+        """Connect a new episode worker to every live replica."""
         self._workers.append(worker)
         for replica in self._slots:
             if replica.port is not None and replica.tag is not None and replica.applied is not None:
                 await worker.connect(replica.slot, replica.port, replica.tag)
 
-    def detach(self, worker: Connects) -> None:
-        """Forget a dead one."""
+    def detach(self, worker: WorkerPort) -> None:
+        """Forget a dead episode worker."""
         self._workers.remove(worker)
 
     async def update(self, replica: Replica, manifest: WeightManifest, mode: PauseMode) -> ApplyReport:

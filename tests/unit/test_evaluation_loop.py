@@ -12,7 +12,7 @@ from run_record import assert_every_dispatch_ends_once, events_of
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.launch import drive
 from orchestrator.run_dir import create_run_dir
-from rollout.errors import ProcessLostError
+from rollout.errors import ConcordError, ProcessLostError
 from rollout.evaluation.evaluator import EvaluationReport
 from rollout.protocols import Engine
 from rollout.trajectory import EngineTag
@@ -137,6 +137,50 @@ def test_an_evaluation_that_dies_is_told_and_the_next_one_is_taken(tmp_path: Pat
     assert [event["reason"] for event in case.events("evaluation_failed")] == ["the evaluation is gone"]
     assert case.events("evaluation")
     assert len(case.evaluators) == 2
+
+
+class Unconnectable(FakeEvaluator):
+    """Its process is gone whenever it is told of an engine."""
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        raise ProcessLostError("the evaluation is gone")
+
+
+def cannot_start() -> FakeEvaluator:
+    raise ConcordError("the evaluation did not start")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(cannot_start, "the evaluation did not start"), (lambda: Unconnectable([report()]), "the evaluation is gone")]
+)
+def test_an_evaluation_that_never_starts_ends_no_run_and_is_tried_when_it_is_due(tmp_path: Path, make: Callable[[], FakeEvaluator], reason: str):
+    case = Case(tmp_path)
+    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", make))
+    failed = case.events("evaluation_failed")
+    assert (summary["version"], summary["replica_restarts"], {event["reason"] for event in failed}) == (8, 0, {reason})
+    versions = [event["version"] for event in failed]
+    assert versions[0] == 0 and versions[-1] == 8
+    assert len(versions) == len(set(versions)) <= 4
+
+
+class NotesTasks(FakeEvaluator):
+    """Keeps the names of the tasks that run while the last version is scored."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__([report()])
+        self._names = names
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        if policy.version == 2:
+            self._names |= {task.get_name() for task in asyncio.all_tasks()}
+        return await super().evaluate(slot, policy, label)
+
+
+def test_a_last_score_that_takes_long_is_no_stall_of_the_training(tmp_path: Path):
+    names = set[str]()
+    Case(tmp_path, "evaluation.every_steps=50", steps=2).drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: NotesTasks(names)))
+    assert "evaluation" in names
+    assert "stall watch" not in names
 
 
 class StuckEvaluator(FakeEvaluator):
