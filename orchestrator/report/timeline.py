@@ -16,7 +16,7 @@ MOST_LINES = 60
 """Events that are drawn through the panels; further ones are in the strip below only."""
 LOG_SPAN = 100.0
 """A curve whose largest value is this many times its median is drawn on a logarithmic axis."""
-LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "gradloc_quarantined": 3, "evaluation": 1, "prompt_check": 1}
+LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "gradloc_quarantined": 3, "evaluation": 1, "prompts_checked": 1}
 """Events of the run are of layer 4 unless said here, or unless they name their own layer."""
 BACKGROUND = (EventKind.STEP_COMMITTED, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED, EventKind.STEP_TAKEN_BACK, "consistency_baseline")
 """Events that are no marks of their own: the axis, the ticks of versions, and what belongs to a resume."""

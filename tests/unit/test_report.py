@@ -26,7 +26,7 @@ from orchestrator.report.make import make_report
 from orchestrator.report.page import Page, script_json
 from orchestrator.report.record import read_record
 from orchestrator.report.sections import page_of
-from orchestrator.report.timeline import PANELS
+from orchestrator.report.timeline import PANELS, layer_of
 from orchestrator.report.work import endings
 from orchestrator.run_dir import RunDir
 from orchestrator.search_records import SearchRecords
@@ -90,6 +90,11 @@ def test_an_event_lies_where_it_happened_between_the_steps(run: RunDir):
     plant_event(run, "replica_failed", 7, replica=0, reason="gone")
     found = read_record(run.path).events_of("replica_failed")
     assert [event.step for event in found] == pytest.approx([7.5], abs=1e-3)
+
+
+def test_the_check_of_prompts_is_a_mark_of_layer_one(finished: RunDir):
+    (event,) = read_record(finished.path).events_of("prompts_checked")
+    assert layer_of(event) == 1
 
 
 def test_a_version_that_the_engines_took_over_is_a_tick(finished: RunDir):
