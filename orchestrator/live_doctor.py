@@ -7,6 +7,8 @@ touches the training.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from heapq import merge
+from operator import itemgetter
 
 from orchestrator.block_signals import BlockValue
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
@@ -20,6 +22,7 @@ EVERY_STEPS = 10
 MAX_ROWS = 500
 """Newest rows that are kept."""
 MAX_EVENTS = 500
+"""Newest events of each kind that are kept: a frequent kind displaces no rare one."""
 OF_INTEREST = frozenset(
     (
         *("evaluation", "prompts_checked", "step_skipped", "gradloc", "consistency_finding", "consistency_drift", "routing_incomplete"),
@@ -38,7 +41,8 @@ class LiveDoctor:
         self._rows: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
         self._tallies: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
         self._blocks: dict[tuple[str, str], dict[int, float]] = {}
-        self._events: deque[RunEvent] = deque(maxlen=MAX_EVENTS)
+        self._events: dict[str, deque[tuple[int, RunEvent]]] = {}
+        self._num_events = 0
         self._bell = asyncio.Event()
         self._primary: Finding | None = None
         self._broken = False
@@ -54,7 +58,9 @@ class LiveDoctor:
         """A run event is being recorded."""
         if kind in OF_INTEREST:
             step = int(self._rows[-1]["step"]) if self._rows else 0
-            self._events.append(RunEvent(kind=kind, step=step, fields=dict(fields)))
+            self._num_events += 1
+            of_kind = self._events.setdefault(kind, deque(maxlen=MAX_EVENTS))
+            of_kind.append((self._num_events, RunEvent(kind=kind, step=step, fields=dict(fields))))
 
     def step(self, row: Mapping[str, float], counts: Counts, blocks: list[BlockValue]) -> None:
         """A step ended."""
@@ -65,7 +71,8 @@ class LiveDoctor:
             if one.head is None:
                 values = self._blocks.setdefault((one.signal, one.block), {})
                 values[step] = one.value
-                values.pop(step - MAX_ROWS, None)
+                if len(values) > MAX_ROWS:
+                    values.pop(next(iter(values)))
         if step % EVERY_STEPS == 0:
             self._bell.set()
 
@@ -82,7 +89,8 @@ class LiveDoctor:
             return
         try:
             with boundary(ConcordError, "diagnosing"):
-                record = record_of_rows(list(self._rows), tallies=list(self._tallies), events=list(self._events), blocks=self._blocks)
+                events = [event for _, event in merge(*self._events.values(), key=itemgetter(0))]
+                record = record_of_rows(list(self._rows), tallies=list(self._tallies), events=events, blocks=self._blocks)
                 self.diagnosis = diagnose(record)
         except ConcordError as error:
             self._broken = True

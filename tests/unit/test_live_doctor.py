@@ -5,7 +5,7 @@ from typing import Any
 
 from doctor_runs import healthy
 
-from orchestrator.live_doctor import EVERY_STEPS, LiveDoctor
+from orchestrator.live_doctor import EVERY_STEPS, MAX_EVENTS, LiveDoctor
 from rollout.dispatch import Counts
 
 
@@ -41,6 +41,18 @@ def test_a_new_primary_finding_is_told_once_and_exported():
         ("diagnosis", "version_tag", 4, "critical")
     ]
     assert doctor.columns() == {"diagnosis_layer": 4.0, "diagnosis_severity": 3.0}
+
+
+def test_many_events_of_one_kind_displace_no_other_kind():
+    told = Told()
+    doctor = LiveDoctor(told.record)
+    for row in healthy(0).rows:
+        doctor.step(row, Counts(), [])
+    doctor.event("consistency_finding", {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"})
+    for _ in range(MAX_EVENTS):
+        doctor.event("evaluation", {"score": None})
+    asyncio.run(doctor.look())
+    assert [fields["cause"] for _, fields in told.events] == ["version_tag"]
 
 
 def test_failures_come_from_the_counts_of_the_loop():
