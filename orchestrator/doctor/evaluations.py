@@ -1,6 +1,7 @@
 """Evaluations as the rules see them: scores of one configuration are a line, those of another are another line."""
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -29,15 +30,8 @@ class Line:
 
 def lines(record: Record) -> list[Line]:
     """One a stretch of equal fingerprints. A score that could not be taken has none."""
-    found: list[Line] = []
-    for event in record.of_kind(KIND):
-        if not np.isfinite(event.number("score")):
-            continue
-        if found and found[-1].fingerprint == event.text("fingerprint"):
-            found[-1] = Line(fingerprint=found[-1].fingerprint, points=(*found[-1].points, event))
-        else:
-            found.append(Line(fingerprint=event.text("fingerprint"), points=(event,)))
-    return found
+    scored = [event for event in record.of_kind(KIND) if np.isfinite(event.number("score"))]
+    return [Line(fingerprint=fingerprint, points=tuple(points)) for fingerprint, points in groupby(scored, lambda event: event.text("fingerprint"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

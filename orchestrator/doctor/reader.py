@@ -50,6 +50,8 @@ class RunReader:
         self._counts_at: dict[int, dict[str, float]] = {}
         self._events: list[RunEvent] = []
         self._strange: set[str] = set()
+        self._begins: dict[int, int] = {}
+        """Trainer epoch -> its first step: a resume takes back what older epochs trained from there on."""
 
     def read(self) -> tuple[Record, tuple[str, ...]]:
         """The record, and what it lacks, in words.
@@ -62,7 +64,7 @@ class RunReader:
             self._read_rows(part)
         for part in _parts(self._run.block_metrics):
             self._read_blocks(part)
-        rows = [self._rows[step] for step in sorted(self._rows)]
+        rows = [self._rows[step] for step in sorted(self._rows) if not self._taken_back(self._rows[step])]
         record = record_of_rows(rows, tallies=[self._tally_at(int(row["step"])) for row in rows], events=self._events, blocks=self._blocks)
         return record, tuple(self._missing(record))
 
@@ -76,6 +78,9 @@ class RunReader:
                 self._rows[step] = {name: float("nan") if value is None else float(value) for name, value in row.items()}
             self._strange |= set(row) - set(COLUMNS)
         self._read.add(part)
+
+    def _taken_back(self, row: Mapping[str, float]) -> bool:
+        return any(row["step"] >= begin for epoch, begin in self._begins.items() if epoch > row.get("trainer_epoch", 0.0))
 
     def _read_blocks(self, part: Path) -> None:
         if part in self._read:
@@ -97,15 +102,18 @@ class RunReader:
                 self._offset += len(line)
                 with boundary(UserError, f"{path} is damaged at byte {self._offset - len(line)}; restore it, or take the line out"):
                     event = cast("dict[str, Any]", json.loads(line))
-                if event["number"] > self._numbers:
-                    self._numbers = event["number"]
-                    self._take(event)
+                    if event["number"] > self._numbers:
+                        self._numbers = event["number"]
+                        self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         kind = str(event["kind"])
         if kind == "step_committed":
             self._version = PolicyVersion.parse(str(event["policy"])).version
             self._counts_at[self._version] = dict(self._counts)
+        elif kind == "epoch_opened":
+            self._version = int(event["resumed_version"])
+            self._begins[int(event["trainer_epoch"])] = self._version + 1
         elif kind in ENDED:
             self._counts[f"{kind}:{event.get('reason')}"] += 1
         if kind not in QUIET:

@@ -1,6 +1,7 @@
 """A diagnosis for people (tables) and for machines (one JSON document)."""
 
 import json
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -44,7 +45,7 @@ def _finding(finding: Finding) -> dict[str, object]:
                 "series": one.series,
                 "first_step": one.first_step,
                 "last_step": one.last_step,
-                "numbers": {name: value if value == value else None for name, value in one.numbers},
+                "numbers": {name: value if math.isfinite(value) else None for name, value in one.numbers},
                 "note": one.note,
             }
             for one in finding.evidence

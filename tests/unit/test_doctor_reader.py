@@ -129,6 +129,28 @@ def test_of_a_step_that_was_trained_again_the_later_epoch_counts(written: Writte
     assert RunReader(written.path).read()[0].column("reward_mean").tolist() == [0.9]
 
 
+def test_steps_that_a_resume_took_back_do_not_count(written: Written):
+    written.event("epoch_opened", trainer_epoch=1, resumed_version=0)
+    written.rows(0, 60)
+    written.event("epoch_opened", trainer_epoch=2, resumed_version=40)
+    written.event("replica_failed", replica=0, reason="gone")
+    reader = RunReader(written.path)
+    record, _ = reader.read()
+    assert (record.last_step, record.of_kind("replica_failed")[0].step) == (40, 40)
+    for row in written.made.rows[40:42]:
+        written.recorder.add({**row, "trainer_epoch": 2.0, "reward_mean": 0.9})
+    written.recorder.flush()
+    record, _ = reader.read()
+    assert record.steps.tolist() == list(range(1, 43))
+    assert record.column("reward_mean")[40:].tolist() == [0.9, 0.9]
+
+
+def test_an_event_without_its_fields_is_told_with_its_place(written: Written):
+    written.line({"number": 1, "at_s": 0.0, "kind": "step_committed"})
+    with pytest.raises(UserError, match="damaged at byte 0"):
+        RunReader(written.path).read()
+
+
 def test_values_of_blocks_are_read(written: Written):
     written.rows(0, 2)
     blocks = BlockRecorder(written.run_dir.block_metrics)
@@ -184,6 +206,14 @@ def test_the_command_answers_with_one_json_document(written: Written):
     finding = document["findings"][0]
     assert finding["do"] and finding["do_not"] and finding["evidence"][0]["numbers"]["largest gap in nats"] is None
     assert "approx_kl" in document["untrusted"]
+
+
+def test_a_number_that_is_not_finite_leaves_the_document_valid(written: Written):
+    written.rows(0, 120)
+    written.event("consistency_finding", cause="weight_sync", replica=1, gap_nats=float("inf"), explained=float("nan"), codes="canary")
+    done = CliRunner().invoke(app, ["doctor", str(written.path), "--json"])
+    document = json.loads(done.output, parse_constant=pytest.fail)
+    assert document["findings"][0]["evidence"][0]["numbers"]["largest gap in nats"] is None
 
 
 def test_the_tables_show_evidence_advice_and_what_is_missing(written: Written):
