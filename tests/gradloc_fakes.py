@@ -61,11 +61,10 @@ class VectorProbe:
 class TermsProbe:
     """A `StepProbe` where term i has the gradient `vectors[i]`."""
 
-    eps = float(np.finfo(np.float32).eps)
     additive = True
 
-    def __init__(self, vectors: NDArray[np.float32]) -> None:
-        self.vectors = vectors
+    def __init__(self, vectors: NDArray[np.float32], eps: float = float(np.finfo(np.float32).eps)) -> None:
+        self.vectors, self.eps = vectors, eps
         self._held: tuple[Terms, NDArray[np.float32]] | None = None
         self._last: tuple[Terms, NDArray[np.float32]] | None = None
         self.passes = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
+from gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from trainer.stability import GradLoc
 from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import StepData
 from trainer.stability.gradloc import StepSigns, TermPlace, without_terms
+from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
 
@@ -111,6 +112,18 @@ def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: Polic
     assert located(searched) == located(suspected) == located(misled) == [right]
     assert searched is not None and suspected is not None and misled is not None
     assert suspected.passes == 2 and misled.passes == searched.passes + 1
+
+
+def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    model, loss = small_model(alone, dtype=torch.bfloat16), spiking_loss()
+    norms = PartNorms(model, alone)
+    usual, place = run_step(model, loss, alone, healthy, norms), places(healthy)[30]
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5), norms)
+    assert ran.norm > 2000 * usual.norm
+    suspect = TermPlace(micro_batch=place[0], row=place[1], position=place[2])
+    gradloc = watching(model, alone, tau_of(usual, 10.0), loss, dtype=torch.bfloat16)
+    report = gradloc.observe(ran.norm, ran.data, suspects=[suspect], part_norms=norms)
+    assert located(report) == [place] and report is not None and report.passes == 2
 
 
 def test_a_hit_says_which_blocks_carry_it(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):

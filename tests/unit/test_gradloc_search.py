@@ -13,6 +13,8 @@ from trainer.stability.step_terms import RankTerms, StepTerms, Terms, step_terms
 NONE: Terms = np.zeros(0, dtype=np.int64)
 TAU = 24.0
 """Three times the norm of a healthy term here."""
+BFLOAT16 = 2.0**-7
+"""Its rounding."""
 
 
 def table_of(micro_batches: int, world: int, tokens: int) -> StepTerms:
@@ -32,9 +34,16 @@ def healthy_vectors(table: StepTerms, seed: int) -> NDArray[np.float32]:
 
 
 def searched(
-    table: StepTerms, vectors: NDArray[np.float32], suspects: Terms = NONE, *, budget: int = 1000, parts: bool = False, subtract: bool = True
+    table: StepTerms,
+    vectors: NDArray[np.float32],
+    suspects: Terms = NONE,
+    *,
+    budget: int = 1000,
+    parts: bool = False,
+    subtract: bool = True,
+    eps: float = 2.0**-23,
 ) -> tuple[SearchResult, TermsProbe]:
-    probe = TermsProbe(vectors)
+    probe = TermsProbe(vectors, eps)
     with np.errstate(invalid="ignore"):
         norm = float(np.linalg.norm(vectors.sum(axis=0).astype(np.float64)))
         known = [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(table.world)] for m in range(table.num_micro_batches)]
@@ -108,6 +117,44 @@ def test_a_suspect_that_carries_the_spike_takes_two_passes():
         result, _ = searched(table, vectors, np.array(suspects, dtype=np.int64))
         assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [100]
         assert result.passes <= passes
+
+
+@pytest.mark.parametrize("factor", [300, 2000, 1e6])
+def test_a_right_suspect_takes_two_passes_in_bfloat16_however_large_the_spike(factor: float):
+    table = table_of(4, 2, 64)
+    usual = math.sqrt(table.position.size)
+    for seed in range(20):
+        vectors = healthy_vectors(table, seed)
+        vectors[100] *= factor * usual
+        result, probe = searched(table, vectors, np.array([100]), parts=True, eps=BFLOAT16)
+        assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [100]
+        assert result.passes == probe.passes == 2 and result.explained > 0.99
+
+
+def test_spikes_that_rounding_would_hide_are_all_found_in_bfloat16():
+    table, rng = table_of(4, 2, 64), np.random.default_rng(6)
+    for seed in range(60):
+        hidden, suspect = rng.choice(table.position.size, 2, replace=False)
+        vectors = healthy_vectors(table, seed)
+        vectors[suspect] *= 1e6
+        vectors[hidden] *= 3e3
+        result, probe = searched(table, vectors, np.array([suspect]), parts=True, eps=BFLOAT16)
+        assert result.outcome is Outcome.LOCATED and {term for term, _ in result.hits} == {hidden, suspect}
+        assert result.passes == probe.passes <= 2 + 2 * (2 * 6 + 1)
+
+
+def test_a_part_that_is_nothing_but_the_hit_needs_no_pass_to_be_without_it():
+    alone = RankTerms(
+        rows=(np.zeros(1, dtype=np.int32),) * 2,
+        positions=(np.ones(1, dtype=np.int32),) * 2,
+        weights=(np.ones(1, dtype=np.float32),) * 2,
+        trajectory_ids=(("a",), ("b",)),
+        widest_tokens=2,
+    )
+    vectors = np.ones((2, 64), dtype=np.float32)
+    vectors[0] *= 1e6
+    result, probe = searched(step_terms([alone]), vectors, np.array([0]), parts=True, eps=BFLOAT16)
+    assert result.outcome is Outcome.LOCATED and result.passes == probe.passes == 1
 
 
 def test_terms_that_are_not_finite_are_found_on_every_rank():

@@ -2,6 +2,9 @@
 
     suspects (one pass) -> micro-batches over threshold -> their ranks -> their tokens; each hit is confirmed by what the step's gradient is without it
 
+What it is without a hit is the step's gradient less the hit's. Where the spike is so large that this difference would be mostly rounding, the part of the
+step that held the hit is measured again without it, beside the known norms of the other parts.
+
 Everything is decided from norms that all ranks share, so all ranks take the same way and run the same passes. It knows no model: a `StepProbe` measures.
 """
 
@@ -147,6 +150,8 @@ class StepSearch:
         self._hits: dict[int, float] = {}
         self._measured = np.zeros(table.position.size, dtype=np.bool_)
         self._explained, self._rest_fires, self._stopped = math.nan, True, False
+        self._parts: NDArray[np.float64] | None = None
+        """[M, W] norms of the parts without their hits; only where differences could not confirm a hit."""
 
     def run(self, suspects: Terms, known: NDArray[np.float64] | None = None, *, only_suspects: bool = False) -> SearchResult:
         """Search until what is left is below its threshold, nothing is left to search, or the passes end.
@@ -156,13 +161,20 @@ class StepSearch:
             known: [M, W] norm of each rank's part of each micro-batch, where somebody has them; saves the passes of two phases.
             only_suspects: stop after the suspects.
         """
+        if known is not None and not self._non_finite and 2.0 * self._error > self._threshold(self._table.all):
+            self._parts = known.copy()
         if suspects.size:
             self._search_suspects(suspects)
         if only_suspects:
             self._budget.refused = True  # all others were not looked at
         elif not self._stopped:
-            self._search_micro_batches(known)
+            self._search_micro_batches(known if self._parts is None else self._parts)
         return SearchResult(outcome=self._outcome(), hits=tuple(self._hits.items()), passes=self._budget.used, explained=self._explained)
+
+    @property
+    def _error(self) -> float:
+        """How far a difference from the step's gradient may be off."""
+        return KAPPA * self._probe.eps * self._step_norm
 
     def _threshold(self, terms: Terms, factor: float = 1.0) -> float:
         return factor * set_threshold(self._limits.tau, self._table.squared_weight(terms))
@@ -256,18 +268,31 @@ class StepSearch:
             return
         if self._non_finite:
             return
-        terms = np.array(sorted(self._hits), dtype=np.int64)
-        self._budget.reserved = 0
-        if not self._budget.spend(self._probe.cost(terms)):
+        rest = self._without_hits(term)
+        if rest is None:
             self._stopped = True
             return
-        self._budget.reserved = 1
-        rest = self._probe.rest(terms)
-        error = KAPPA * self._probe.eps * self._step_norm
+        low, middle, high = rest
         threshold = self._threshold(self._table.without(list(self._hits)))
-        self._explained = 1.0 - (rest / self._step_norm) ** 2
-        self._rest_fires = rest - error > threshold
-        self._stopped = rest + error <= threshold and self._explained >= EXPLAINED
+        self._explained = 1.0 - (middle / self._step_norm) ** 2
+        self._rest_fires = low > threshold
+        self._stopped = high <= threshold and self._explained >= EXPLAINED
+
+    def _without_hits(self, term: int) -> tuple[float, float, float] | None:
+        """The step's norm without all hits, of which `term` is the newest: at least, supposedly, at most; None where the budget has no pass for it."""
+        part = int(self._table.micro_batch[term]), int(self._table.rank[term])
+        hits = np.array(sorted(self._hits), dtype=np.int64)
+        asked = hits if self._parts is None else np.setdiff1d(self._table.of(*part), hits)
+        self._budget.reserved = 0
+        if not self._budget.spend(self._probe.cost(asked)):
+            return None
+        self._budget.reserved = 1
+        if self._parts is None:
+            rest = self._probe.rest(asked)
+            return rest - self._error, rest, rest + self._error
+        self._parts[part] = self._probe.norm(asked) if asked.size else 0.0
+        together, largest = float(self._parts.sum()), float(self._parts.max())
+        return 2.0 * largest - together, together, together
 
     def _outcome(self) -> Outcome:
         few = 0 < len(self._hits) <= self._limits.max_hits
