@@ -149,9 +149,9 @@ class GradientStep:
         return self._optimizer.apply(step, attempt.norms)
 
     def _remember(self, search: GradientSearch, found: "_Searched | None", attempt: Attempt, batch: TrainingBatch, *, applied: bool) -> None:
-        """Only what is applied makes history."""
-        if found is not None and (found.again or not applied):
-            search.amend(attempt if applied else None, batch, found.removed)
+        """Only what is applied makes history; a step without a term was not looked at."""
+        if batch.num_tokens and (not applied or (found is not None and found.again)):
+            search.amend(attempt if applied else None, batch, {} if found is None else found.removed)
         if applied and attempt.totals["tokens"]:
             search.applied(attempt.norms)
 

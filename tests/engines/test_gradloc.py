@@ -196,6 +196,15 @@ def test_a_calibrated_threshold_waits_for_its_history_and_keeps_it(model: Policy
         assert located(one.observe(spiking.norm, spiking.data)) == [places(healthy)[8]]
 
 
+def test_steps_without_a_gradient_leave_the_threshold_as_it_is(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    gradloc = GradLoc(GradLocConfig(threshold=CalibratedTau(warmup_steps=2)), model, spiking_loss(), alone)
+    data = StepData(micro_batches=healthy)
+    for norm in (2.0, 0.0, 2.0, 0.0, 0.0, 0.0):
+        assert gradloc.observe(norm, data) is None
+    history = gradloc.state()["history"]
+    assert len(history) == 2 and min(history) > 0
+
+
 def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
     loss = spiking_loss()
     place = places(healthy)[8]

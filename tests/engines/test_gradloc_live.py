@@ -137,6 +137,16 @@ def test_a_skipped_step_moves_no_weight_and_teaches_nothing(folder: Path, given:
     assert report.block_scales == () and not report.quarantined
 
 
+def test_a_step_that_the_optimizer_refuses_teaches_the_search_nothing(folder: Path):
+    with live_trainer(folder, "refused", {}, optimizer={"learning_rate": 1e39}) as trainer:
+        search = trainer._gradient.search
+        assert search is not None
+        before = search.state()
+        report = take(trainer, build_stored(healthy_groups(1)))
+        assert "non-finite update" in report.skipped and report.gradloc is None
+        assert search.state() == before
+
+
 def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Path, given: dict[str, Any]):
     place = negative_places(healthy_groups(1))[7]
     groups = spiked(1, place)

@@ -30,7 +30,7 @@ class CalibratedTau(Section):
     multiple: Annotated[float, Field(gt=1)] = 10.0
     """tau is this times the running median of |gradient| / sqrt(sum of squared token weights)."""
     window_steps: PositiveInt = 100
-    """Steps in the median."""
+    """Steps in the median; those without a gradient are not among them."""
     warmup_steps: PositiveInt = 20
     """Steps before the first threshold; until then only what is not finite triggers."""
 

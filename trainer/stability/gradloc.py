@@ -209,7 +209,8 @@ class GradLoc:
         return threshold.multiple * usual if usual > 0 else math.nan
 
     def _remember(self, grad_norm: float, weight_square: float) -> None:
-        if math.isfinite(grad_norm) and weight_square > 0:
+        """Steps without a gradient, as of groups whose rewards are all alike, say nothing of what a step with one usually has."""
+        if math.isfinite(grad_norm) and grad_norm > 0 and weight_square > 0:
             self._history.append(grad_norm / math.sqrt(weight_square))
 
     def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool, signs: StepSigns) -> str:
