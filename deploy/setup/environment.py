@@ -69,15 +69,15 @@ def stamp() -> str:
 
 
 def is_current() -> bool:
-    """Whether the stamp is right and the virtual environment really holds the packages."""
-    if not STAMP.is_file() or STAMP.read_text() != stamp():
+    """Whether the stamp is right, and machine and virtual environment really hold the packages: the two need not come from the same place."""
+    if not STAMP.is_file() or STAMP.read_text() != stamp() or missing_system_packages():
         return False
     return subprocess.run(CHECK, capture_output=True, check=False).returncode == 0
 
 
 def run(command: list[str | Path], failure: str) -> str:
     """Standard output of `command`; on failure everything that it said, with `failure` as the headline."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SetupError(f"{failure} ({' '.join(map(str, command[:5]))} ... exited with {done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}")
     return done.stdout
@@ -119,7 +119,8 @@ def ensure_system_packages() -> None:
         raise SetupError(f"this machine lacks {', '.join(missing)} (Debian's names). Install them, for instance: sudo apt-get install {' '.join(missing)}")
     run(["apt-get", "update", "-q"], "apt-get update failed")
     with no_services_started(Path("/usr/sbin/policy-rc.d")):
-        run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing], f"could not install {', '.join(missing)}")
+        quiet = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-q", "-y", "--no-install-recommends"]
+        run([*quiet, *missing], f"could not install {', '.join(missing)}")
 
 
 @contextlib.contextmanager

@@ -69,3 +69,22 @@ def test_an_installed_package_starts_no_service_unless_the_machine_has_a_policy(
     policy.write_text("#!/bin/sh\nexit 0\n")
     policy.chmod(0o755)
     assert (status(), policy.exists()) == ("0", True)
+
+
+def test_a_set_up_checkout_on_a_machine_that_lacks_a_program_is_not_up_to_date(tmp_path: Path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("g++", "prometheus", "promtool", "chromium"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    code = "import environment, pathlib, sys; environment.STAMP = pathlib.Path(sys.argv[1]); environment.CHECK = [sys.executable, '-c', '']\n"
+    code += "environment.STAMP.write_text(environment.stamp()); print(environment.is_current(), *environment.missing_system_packages())"
+    env = {**os.environ, "PATH": str(programs), "PYTHONPATH": str(SETUP), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def answer() -> str:
+        command = [sys.executable, "-c", code, str(tmp_path / "stamp")]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    assert answer() == "True"
+    (programs / "chromium").unlink()
+    assert answer() == "False chromium"
