@@ -12,6 +12,8 @@ from orchestrator.progress import Reporter
 from orchestrator.run_dir import RunDir
 from rollout.errors import ConcordError, UserError, boundary
 
+FINISH_S = 60.0
+"""For what Weights & Biases has not sent when a run ends; the rest stays in its folder for `wandb sync`."""
 CURE = "install it with: pip install 'concord-rl[trackers]'"
 TAGS: Mapping[str, str] = {m.column: f"{m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name}/{m.column}" for m in ROW_METRICS}
 """Column -> name in a tracker, where what stands before the slash is a group."""
@@ -40,9 +42,9 @@ class TensorBoardTracker:
         self._help = {TAGS[metric.column]: f"{metric.help} Unit: {metric.unit}." for metric in ROW_METRICS}
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """One point a curve, with its meaning."""
+        """One point a curve; the first comes with its meaning, which TensorBoard keeps from there."""
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step, description=self._help[tag])
+            self._writer.add_scalar(tag, value, step, description=self._help.pop(tag, None))
 
     def close(self) -> None:
         """Write what is buffered."""
@@ -65,7 +67,7 @@ class WandbTracker:
             dir=str(run.path),
             mode=mode,
             config=config.model_dump(mode="json"),
-            settings=library.Settings(console="off", silent=True),
+            settings=library.Settings(console="off", silent=True, finish_timeout=FINISH_S, finish_timeout_raises=True),
         )
         self._run.define_metric("*", step_metric=TAGS["step"])
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from orchestrator.metrics import COLUMNS
 from orchestrator.run_dir import RunDir
-from orchestrator.trackers import TAGS, TensorBoardTracker, Tracked, measured, tracked
+from orchestrator.trackers import FINISH_S, TAGS, TensorBoardTracker, Tracked, measured, tracked
 
 ROW = {column: float(number) for number, column in enumerate(COLUMNS)} | {"step": 3.0, "consistency_gap_mean": -1.0}
 
@@ -58,6 +58,18 @@ def test_tensorboard_reads_back_every_value_with_its_meaning(tmp_path: Path):
     assert "Mean reward of the trained groups. Unit: reward." in read.SummaryMetadata(TAGS["reward_mean"]).summary_description
 
 
+def test_a_point_of_tensorboard_takes_less_room_than_its_description(tmp_path: Path):
+    sizes: list[int] = []
+    for steps in (100, 200):
+        folder = tmp_path / str(steps)
+        tracker = TensorBoardTracker(folder)
+        for step in range(steps):
+            tracker.step(step, {TAGS["eval_fingerprint_changed"]: 0.0})
+        tracker.close()
+        sizes.append(sum(file.stat().st_size for file in folder.iterdir()))
+    assert (sizes[1] - sizes[0]) / 100 < 150
+
+
 def test_a_run_without_trackers_keeps_its_reporter(tmp_path: Path):
     reporter = QuietReporter()
     assert tracked(config_of(tmp_path), RunDir(tmp_path), reporter) is reporter
@@ -97,7 +109,9 @@ def test_another_kind_of_wandb_is_refused(tmp_path: Path):
 def test_wandb_offline_keeps_the_rows_and_a_resume_goes_on_with_the_same_run(tmp_path: Path):
     config = config_of(tmp_path, 'trackers.wandb="offline"')
     for step in (1.0, 2.0):
-        reporter = tracked(config, RunDir(tmp_path), QuietReporter())
+        reporter: Any = tracked(config, RunDir(tmp_path), QuietReporter())
+        settings = reporter._trackers["Weights & Biases"]._run.settings
+        assert (settings.finish_timeout, settings.finish_timeout_raises) == (FINISH_S, True), "an upload must not keep a run from ending"
         reporter.step(ROW | {"step": step}, 8)
         reporter.close()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
