@@ -21,6 +21,8 @@ parquet: Any = pq
 SCHEMA: Any = arrow.schema(
     [("last_step", arrow.int64()), ("signal", arrow.string()), ("labels", arrow.string()), ("upper", arrow.float64()), ("count", arrow.int64())]
 )
+
+
 class HistogramRecorder:
     """Writes what was counted since its last part, every `steps_per_part` steps and at the end."""
 
