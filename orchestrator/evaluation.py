@@ -72,6 +72,7 @@ class Evaluation:
             try:
                 if port is None:
                     port = await within(self._fleet.new_evaluator(), self._config.deadline_s, "the evaluation to start")
+                    asked = self._publisher.committed  # which may have moved on meanwhile
                 await self._evaluate(port, asked)
             except ConcordError as error:
                 if port is not None:
