@@ -14,18 +14,20 @@ from typing import Any, Self
 
 RULES = Path(__file__).parents[1] / "deploy" / "prometheus" / "rules"
 START_S = 30.0
+SCRAPE_INTERVAL = "1s"
+"""Also the deadline of a scrape: one that a loaded machine answers too late takes all values away until the next."""
 
 
 class PrometheusServer:
     """Started by entering it; killed by leaving it."""
 
-    def __init__(self, folder: Path, targets: Sequence[Path], scrape_interval: str = "250ms") -> None:
+    def __init__(self, folder: Path, targets: Sequence[Path]) -> None:
         """Scrape every target of these files, which need not exist yet, and evaluate the rules of the repository."""
         program = shutil.which("prometheus")
         assert program is not None, "prometheus is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
         self._folder, self._program = folder, program
         scraped = [{"job_name": "concord", "file_sd_configs": [{"files": list(map(str, targets)), "refresh_interval": "1s"}]}]
-        times = {"scrape_interval": scrape_interval, "scrape_timeout": scrape_interval, "evaluation_interval": "1s"}
+        times = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL, "evaluation_interval": "1s"}
         folder.mkdir(parents=True, exist_ok=True)
         # JSON is YAML.
         (folder / "prometheus.yml").write_text(json.dumps({"global": times, "rule_files": [str(RULES / "*.yml")], "scrape_configs": scraped}))

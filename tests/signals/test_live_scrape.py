@@ -31,7 +31,7 @@ def test_prometheus_follows_a_run_and_every_rule_answers(tmp_path: Path):
         _, summary = drive_served(tmp_path, exporter, STEPS, reporter=reporter)
         prometheus.wait_until(lambda: prometheus.value(APPLIED) == STEPS, "the last step to be scraped")
         assert prometheus.value("concord_trained_groups_total") == summary["trained"] == STEPS * BATCH
-        assert prometheus.value('up{job="concord"}') == 1.0
+        assert prometheus.value('max_over_time(up{job="concord"}[1m])') == 1.0
         assert_series_are_those_of_the_run(prometheus, exporter)
         for rule in (*rules("recording"), *rules("alerts")):
             prometheus.query(rule["expr"])
