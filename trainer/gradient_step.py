@@ -149,10 +149,10 @@ class GradientStep:
         return self._optimizer.apply(step, attempt.norms)
 
     def _remember(self, search: GradientSearch, found: "_Searched | None", attempt: Attempt, batch: TrainingBatch, *, applied: bool) -> None:
-        """Only what is applied makes history; a step without a term was not looked at."""
+        """Only what is applied makes history, and of that only gradients; a step without a term was not looked at."""
         if batch.num_tokens and (not applied or (found is not None and found.again)):
             search.amend(attempt if applied else None, batch, {} if found is None else found.removed)
-        if applied and attempt.totals["tokens"]:
+        if applied and attempt.norms.total > 0:
             search.applied(attempt.norms)
 
     def _context(self, micro: MicroBatch) -> AbstractContextManager[tuple[int, int]]:

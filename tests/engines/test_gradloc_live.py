@@ -147,6 +147,17 @@ def test_a_step_that_the_optimizer_refuses_teaches_the_search_nothing(folder: Pa
         assert search.state() == before
 
 
+def test_groups_whose_rewards_are_all_alike_teach_the_search_nothing(folder: Path):
+    alike = [replace(group, rewards=(group.rewards[0],) * len(group.rewards)) for group in healthy_groups(1)]
+    with live_trainer(folder, "alike", {}) as trainer:
+        search = trainer._gradient.search
+        assert search is not None
+        before = search.state()
+        report = take(trainer, build_stored(alike))
+        assert not report.skipped and report.grad_norm == 0 and report.num_tokens > 0
+        assert search.state() == before
+
+
 def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Path, given: dict[str, Any]):
     place = negative_places(healthy_groups(1))[7]
     groups = spiked(1, place)
