@@ -106,6 +106,7 @@ class Training:
             if not batch:
                 break
             done = await self._step(batch, phases)
+            self._book.progress.beat()
             skipped_in_a_row = 0 if done else skipped_in_a_row + 1
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise ConcordError(

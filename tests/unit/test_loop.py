@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ from loop_case import Case, assert_accounted, config_of
 from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig
+from orchestrator.deadlines import Progress
+from orchestrator.training import StepPhases, Training
 from rollout.dispatch import Dispatch, DispatchState
 from rollout.errors import ConcordError, DeadlineError, ProcessLostError, WeightSyncError
 from rollout.generation import GenerationRequest, TokenChunk
 from rollout.protocols import Engine
 from rollout.store.reader import open_reader
-from rollout.trajectory import StoredGroups
-from rollout.weights import ApplyReport, WeightManifest
+from rollout.trajectory import GroupHeader, StoredGroups
+from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.scripted import ScriptedTrainer
 from trainer.types import StepReport, StepRequest
 
@@ -285,6 +288,32 @@ class NonFinite(ScriptedTrainer):
         self._tries += 1
         report = super().step(groups, request)
         return replace(report, skipped="non-finite gradient") if self._bad(self._tries) else report
+
+
+class OnlySkips(Training):
+    """Every step takes 100 s of a clock and is skipped; `silences` has what the stall watch sees at the beginning of each."""
+
+    def __init__(self) -> None:
+        self.now, self.silences, self.stop = 0.0, list[float](), asyncio.Event()
+        self.progress = Progress(lambda: self.now)
+        none: Any = None
+        book: Any = SimpleNamespace(progress=self.progress)
+        start: Any = SimpleNamespace(policy=PolicyVersion(1, 0))
+        super().__init__(trainer=none, book=book, gate=none, publisher=none, checkpoints=none, deadlines=none, start=start)
+
+    async def _batch(self, stop: asyncio.Event) -> tuple[GroupHeader, ...]:
+        self.silences.append(self.progress.silence_s())
+        header: Any = object()
+        return () if len(self.silences) > 5 else (header,)
+
+    async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> None:
+        self.now += 100.0
+
+
+def test_steps_that_are_skipped_are_no_stall() -> None:
+    training = OnlySkips()
+    asyncio.run(training.run(3, 1, training.stop))
+    assert training.silences == [0.0] * 6
 
 
 def test_a_non_finite_step_is_skipped_with_an_event_and_training_goes_on(tmp_path: Path) -> None:
