@@ -113,7 +113,8 @@ def measured(ranks: Ranks, shape: dict[str, Any], rows: int, width: int) -> dict
     norm, data = at.gradient(planted), StepData(micro_batches=planted)
     suspect = TermPlace(micro_batch=place[0], row=place[1], position=place[2])
     reports: dict[str, Any] = {}
-    variants: dict[str, dict[str, Any]] = {"search": {}, "search, part norms": {"part_norms": at.norms}, "right suspect": {"suspects": [suspect]}}
+    known: dict[str, Any] = {"part_norms": at.norms}
+    variants: dict[str, dict[str, Any]] = {"search": {}, "search, part norms": known, "right suspect": {**known, "suspects": [suspect]}}
     for name, settings in variants.items():
 
         def search(name: str = name, settings: dict[str, Any] = settings) -> None:

@@ -25,6 +25,7 @@ def test_the_gpu_script_finds_its_spike_on_a_small_model(tmp_path: Path):
     found = answer(tmp_path, "benchmarks/gpu_gradloc.py", "--small")
     assert {name: (one["outcome"], one["exact"]) for name, one in found["searches"].items()} == dict.fromkeys(found["searches"], ("located", True))
     assert found["searches"]["search, part norms"]["passes"] < found["searches"]["search"]["passes"]
+    assert found["searches"]["right suspect"]["passes"] == 2
 
 
 @pytest.mark.slow
