@@ -14,6 +14,7 @@ from orchestrator.metrics import COLUMNS
 from rollout.weights import PolicyVersion
 
 STEPS, BATCH, GROUP = 12, 3, 2
+TARGETS = "prometheus_targets.json"
 SUMMARY_KEYS = {
     *("steps", "version", "reward_first", "reward_last", "reward_moving_10", "dispatched", "trained", "rejected", "failed", "in_flight"),
     *("trajectories", "max_token_staleness", "mean_token_staleness", "mixed_version_trajectories", "mean_length", "weight_updates"),
@@ -27,6 +28,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Concord
     folder = tmp_path_factory.mktemp("whole")
     process = ConcordProcess("run", write_config(folder), folder=folder)
     try:
+        process.until_step(1)
+        assert (folder / "runs" / "run" / TARGETS).is_file()
         process.until_step(STEPS)
         process.take_note()
         assert process.exit_status(30.0) == 0, process.errors
@@ -46,6 +49,10 @@ def run_to_end(folder: Path, *arguments: str | Path, environment: dict[str, str]
 
 def test_a_run_ends_with_status_0_and_leaves_no_process(finished: tuple[ConcordProcess, Path]) -> None:
     assert finished[0].left_of_it(5.0) == []
+
+
+def test_prometheus_finds_a_run_no_longer_than_it_lasts(finished: tuple[ConcordProcess, Path]) -> None:
+    assert not (finished[1] / TARGETS).exists()
 
 
 def test_a_run_prints_one_json_line_a_step_and_the_summary(finished: tuple[ConcordProcess, Path]) -> None:
