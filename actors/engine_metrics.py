@@ -3,6 +3,7 @@
 from prometheus_client import start_http_server
 
 from rollout.config import EngineConfig, VllmConfig
+from rollout.errors import UserError
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -11,10 +12,19 @@ def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
     """Serve what the engine keeps in prometheus_client's own registry, on a free port until the process ends; answers with host:port.
 
     An engine without metrics, and a config that does not ask for them, answers with nothing.
+
+    Raises:
+        UserError: the host is no address of this node.
     """
     if not isinstance(engine, VllmConfig) or not engine.serve_metrics:
         return ""
-    server, _ = start_http_server(0, addr=host)
+    try:
+        server, _ = start_http_server(0, addr=host)
+    except OSError as cause:
+        raise UserError(
+            f"cannot serve vLLM's metrics on {host}: {cause.strerror or cause}; set exporter.host to an address of every node, such as 0.0.0.0, or "
+            "engine.serve_metrics to false"
+        ) from cause
     return f"{_own_address() if host in _ANY_ADDRESS else host}:{server.server_port}"
 
 

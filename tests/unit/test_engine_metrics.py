@@ -6,6 +6,7 @@ import pytest
 
 from actors.engine_metrics import serve_engine_metrics
 from rollout.config import EngineConfig, ScriptedConfig, TorchEngineConfig, VllmConfig
+from rollout.errors import UserError
 
 
 def test_what_the_process_keeps_is_served_on_a_port_of_its_own():
@@ -13,6 +14,11 @@ def test_what_the_process_keeps_is_served_on_a_port_of_its_own():
     assert address.startswith("127.0.0.1:")
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10.0) as answer:
         assert b"process_cpu_seconds_total" in answer.read()
+
+
+def test_a_host_that_is_no_address_of_the_node_is_told_with_the_cure():
+    with pytest.raises(UserError, match=r"on 192\.0\.2\.1: .*set exporter\.host to an address of every node"):
+        serve_engine_metrics(VllmConfig(serve_metrics=True), "192.0.2.1")
 
 
 @pytest.mark.parametrize("engine", [VllmConfig(), TorchEngineConfig(), ScriptedConfig()], ids=lambda engine: engine.type)
