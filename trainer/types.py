@@ -146,7 +146,7 @@ class StepReport:
     phases_s: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): decode, pack, forward_backward, gradloc (with the repetition of the step, if any), optimizer."""
     skipped: str = ""
-    """Reason why no step was applied (non-finite loss or gradient, or a spike under `trainer.gradloc.action = "skip"`), else empty."""
+    """Reason why no step was applied (non-finite loss, gradient or update, or a spike under `trainer.gradloc.action = "skip"`), else empty."""
     gradloc: GradLocEvidence | None = None
     """Of the search for the tokens behind the step's gradient; None where nothing asked for one."""
     quarantined: tuple[Quarantined, ...] = ()

@@ -3,9 +3,11 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
@@ -124,6 +126,16 @@ def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(alone:
     gradloc = watching(model, alone, tau_of(usual, 10.0), loss, dtype=torch.bfloat16)
     report = gradloc.observe(ran.norm, ran.data, suspects=[suspect], part_norms=norms)
     assert located(report) == [place] and report is not None and report.passes == 2
+
+
+@pytest.mark.parametrize("savings", [True, False])
+def test_a_micro_batch_without_a_term_is_no_obstacle(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], savings: bool):
+    loss, place = spiking_loss(), places(healthy)[30]
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, subtract=savings, cut_sequences=savings)
+    planted = plant(healthy, place, 1e5)
+    empty = replace(healthy[0], loss_mask=np.zeros_like(healthy[0].loss_mask))
+    ran = run_step(model, loss, alone, (*planted, empty))
+    assert located(gradloc.observe(ran.norm, ran.data)) == [place]
 
 
 def test_a_hit_says_which_blocks_carry_it(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):

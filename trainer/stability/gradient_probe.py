@@ -115,8 +115,11 @@ class GradientProbe:
         return num_passes(terms, self._table, self._rows)
 
     def norm(self, terms: Terms) -> float:
-        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite."""
+        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite. That of no terms is 0, without a pass."""
         self._drop()
+        if not terms.size:
+            self._last = terms
+            return 0.0
         self._losses.clear()
         for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
             self._run(one)

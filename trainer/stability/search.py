@@ -290,7 +290,7 @@ class StepSearch:
         if self._parts is None:
             rest = self._probe.rest(asked)
             return rest - self._error, rest, rest + self._error
-        self._parts[part] = self._probe.norm(asked) if asked.size else 0.0
+        self._parts[part] = self._probe.norm(asked)
         together, largest = float(self._parts.sum()), float(self._parts.max())
         return 2.0 * largest - together, together, together
 
