@@ -129,6 +129,8 @@ def test_a_right_suspect_takes_two_passes_in_bfloat16_however_large_the_spike(fa
         result, probe = searched(table, vectors, np.array([100]), parts=True, eps=BFLOAT16)
         assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [100]
         assert result.passes == probe.passes == 2 and result.explained > 0.99
+        alone, _ = searched(table, vectors, parts=True, eps=BFLOAT16)
+        assert alone.outcome is Outcome.LOCATED and alone.hits[0][0] == 100 and alone.passes <= 2 * 6 + 1
 
 
 def test_spikes_that_rounding_would_hide_are_all_found_in_bfloat16():
