@@ -82,10 +82,10 @@ class RayFleet:
         return self._auditors[index]
 
     async def new_evaluator(self) -> RayEvaluator:
-        """A new incarnation of the evaluation actor."""
+        """A new incarnation of the evaluation actor. One that never starts is no part of the fleet: nobody waits for its process id."""
         handle: Any = EvaluationActor.options(**self._small).remote(self._spec)
-        self._evaluator = RayEvaluator(handle)
         await call(handle.pid.remote(), "the evaluation")
+        self._evaluator = RayEvaluator(handle)
         return self._evaluator
 
     async def processes(self) -> Mapping[str, int]:
