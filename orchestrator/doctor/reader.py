@@ -12,6 +12,7 @@ from typing import Any, cast
 from pyarrow import parquet
 
 from orchestrator.doctor.record import Record, RunEvent, record_of_rows
+from orchestrator.metric_parts import part_files
 from orchestrator.metrics import COLUMNS
 from orchestrator.run_dir import RunDir
 from rollout.errors import StoreError, UserError, boundary
@@ -60,9 +61,9 @@ class RunReader:
             UserError: a file of the run is damaged.
         """
         self._read_events()
-        for part in _parts(self._run.metrics):
+        for part in part_files(self._run.metrics):
             self._read_rows(part)
-        for part in _parts(self._run.block_metrics):
+        for part in part_files(self._run.block_metrics):
             self._read_blocks(part)
         rows = [self._rows[step] for step in sorted(self._rows) if not self._taken_back(self._rows[step])]
         record = record_of_rows(rows, tallies=[self._tally_at(int(row["step"])) for row in rows], events=self._events, blocks=self._blocks)
@@ -152,10 +153,6 @@ def _check_run(run: RunDir) -> None:
             open_for_reading(run.path / FILE_NAME).close()
         except StoreError as error:
             raise UserError(str(error)) from error
-
-
-def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("part-*.parquet"), key=lambda path: int(path.stem.removeprefix("part-")))
 
 
 def _table(part: Path) -> list[dict[str, Any]]:
