@@ -70,7 +70,7 @@ def test_with_the_norms_of_parts_at_hand_a_spike_takes_a_pass_a_level_and_two(wo
     table, rng = table_of(micro_batches, world, 64), np.random.default_rng(world)
     for seed in range(40):
         vectors, culprit = healthy_vectors(table, seed), int(rng.integers(table.position.size))
-        vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 1.5)
+        vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 3.5)
         result, _ = searched(table, vectors, parts=True)
         assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [culprit]
         assert result.passes <= 6 + 2
@@ -92,6 +92,24 @@ def test_a_spike_of_all_terms_is_never_located():
     for seed in range(50):
         result, _ = searched(table, healthy_vectors(table, seed) * 100, budget=60)
         assert result.outcome in (Outcome.DIFFUSE, Outcome.INCONCLUSIVE)
+
+
+def test_a_short_step_whose_every_term_spikes_is_not_located():
+    table = table_of(1, 1, 4)
+    for seed in range(50):
+        result, _ = searched(table, healthy_vectors(table, seed) * 100)
+        assert result.outcome is Outcome.DIFFUSE and len(result.hits) > 2
+
+
+def test_a_half_in_doubt_is_looked_at_when_its_sibling_does_not_explain_the_step():
+    """The second spike is as small beside the first as rounding, so that subtraction cannot tell it from nothing."""
+    table = table_of(1, 1, 64)
+    for seed in range(50):
+        vectors = healthy_vectors(table, seed)
+        vectors[3] *= 3e6
+        vectors[60] *= 40.0 * math.sqrt(table.position.size)
+        result, _ = searched(table, vectors, parts=True)
+        assert {3, 60} == {term for term, _ in result.hits}
 
 
 def test_a_healthy_step_is_not_located_and_not_called_clean_while_leaves_are_unmeasured():

@@ -29,7 +29,8 @@ class Outcome(StrEnum):
     """What a search can say."""
 
     LOCATED = "located"
-    """At most `max_hits` tokens explain at least half of the squared norm, and what is left is below its threshold."""
+    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the squared norm, and what is left is below
+    its threshold."""
     DIFFUSE = "diffuse"
     """No few tokens dominate."""
     INCONCLUSIVE = "inconclusive"
@@ -295,7 +296,7 @@ class StepSearch:
         return 2.0 * largest - together, together, together
 
     def _outcome(self) -> Outcome:
-        few = 0 < len(self._hits) <= self._limits.max_hits
+        few = 0 < len(self._hits) <= self._limits.max_hits and (len(self._hits) == 1 or 2 * len(self._hits) <= self._table.position.size)
         # What is finite in sum is finite in every part, so a finished search for what is not has seen every culprit.
         sufficient = not self._budget.refused if self._non_finite else self._explained >= EXPLAINED and not self._rest_fires
         if few and sufficient:

@@ -2,6 +2,8 @@
 
     pop a segment -> norms of both halves -> leaves over the threshold are hits; halves over it are pushed, the larger one last
 
+A half whose norm a subtraction leaves in doubt waits until its sibling has been searched: a hit there often ends the search, and then nobody asks.
+
 Which half is next follows from norms alone, so ranks that see the same norms take the same way. Source: GradLoc (Huang et al., 2026), token level.
 """
 
@@ -114,6 +116,8 @@ class Predicate:
 class _Measured:
     segment: Segment
     norm: float
+    sure: bool = True
+    """False: a subtraction could not decide whether it is suspicious."""
 
 
 class TreeSearch:
@@ -149,19 +153,27 @@ class TreeSearch:
             if segment.size == 1:
                 yield from self._leaf(segment)
                 continue
+            if not parent.sure:
+                if not self._budget.spend(self._probe.cost(segment)):
+                    self._leave(segment)
+                    return
+                parent = _Measured(segment, self._probe.norm(segment))
+                if not self._predicate.fires(parent.norm, segment):
+                    continue
             halves = self._split(parent)
             if halves is None:
                 self._leave(segment)
                 return
-            firing = [half for half in halves if self._predicate.fires(half.norm, half.segment)]
-            self.measured_leaves.update(half.segment.start for half in halves if half.segment.size == 1)
+            sure = [half for half in halves if half.sure]
+            firing = [half for half in sure if self._predicate.fires(half.norm, half.segment)]
+            self.measured_leaves.update(half.segment.start for half in sure if half.segment.size == 1)
             inner = sorted((half for half in firing if half.segment.size > 1), key=_size_of_norm)
-            self._stack += inner
+            self._stack += [half for half in halves if not half.sure] + inner
             self._hold_next(inner[-1].segment if inner else None)
             yield from [Hit(half.segment.start, half.norm) for half in firing if half.segment.size == 1]
 
     def _leaf(self, segment: Segment) -> Iterator[Hit]:
-        """A tree of one leaf: the root itself."""
+        """A leaf on the stack: in doubt, or a tree of one leaf."""
         if not self._budget.spend(self._probe.cost(segment)):
             self._leave(segment)
             return
@@ -208,8 +220,10 @@ class TreeSearch:
         # |parent| is at most the sum of its parts.
         inherited = self._held_error[1] if self._held_error is not None and self._held_error[0] == parent else 0.0
         self._pair_error = inherited + KAPPA * held.eps * (first + rest)
-        # Only where the error could change the answer is the sibling measured for itself.
+        # Only where the error could change the answer is the sibling measured for itself, and at once only where the search could not go on without it.
         if not abs(rest - self._predicate.threshold(right)) > self._pair_error:
+            if self._predicate.fires(first, left):
+                return _Measured(left, first), _Measured(right, rest, sure=False)
             if not self._budget.spend(self._probe.cost(right)):
                 return None
             rest, self._last = self._probe.norm(right), right
