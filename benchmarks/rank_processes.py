@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ def on_ranks(world: int, work: Work, *arguments: object, deadline_s: float = 360
 def _run(config: TrainerConfig, rank: int, folder: Path, work: Work, arguments: tuple[object, ...]) -> None:
     ranks: Ranks = join_ranks(config, rank, f"file://{folder / 'rendezvous'}")
     answer = work(ranks, *arguments)
-    leave_ranks()
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answer))
+    leave_ranks()
+    os._exit(0)  # threads of torch that are still there at the interpreter's own end now and then abort a process whose work is done
