@@ -1,19 +1,17 @@
 """Rehearsals in one process: what is planted into a real run is the doctor's primary finding. One seed and models with random weights; the whole table is
 `benchmarks/doctor.py`."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from local_fleet import LocalFleet, QuietReporter, inputs_of
+from local_run import drive_to_its_end
 
 from benchmarks.doctor_cases import CASES, document
 from orchestrator.config import parse_config
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.doctor.reader import RunReader
-from orchestrator.launch import drive
 from orchestrator.run_dir import create_run_dir
 from trainer.build import build_trainer
 from trainer.config import LocalModelConfig
@@ -42,18 +40,7 @@ def test_what_is_planted_into_a_run_is_its_primary_finding(tmp_path: Path, name:
         init_method=f"file://{tmp_path / 'rendezvous'}",
     )
 
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, model_dir, trainer)
-        try:
-            async with asyncio.timeout(100.0):
-                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter())
-        finally:
-            await fleet.close()
-
-    try:
-        asyncio.run(main())
-    finally:
-        trainer.close()
+    drive_to_its_end(config, run, model_dir, trainer)
     record, partial = RunReader(run.path).read()
     found = diagnose(record)
     assert partial == ()

@@ -1,16 +1,14 @@
 """Rehearsals in one process: a fault that is planted into a running system is found in time, on its replica, under its right name. One seed; the whole
 table is `benchmarks/rehearsal.py`."""
 
-import asyncio
 import contextlib
 from pathlib import Path
 
 import pytest
-from local_fleet import LocalFleet, QuietReporter, inputs_of
+from local_run import drive_to_its_end
 
 from benchmarks.rehearsal_cases import CASES, document, findings, model_of, problem, read_events
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.launch import drive
 from orchestrator.run_dir import create_run_dir
 from rollout.errors import WeightSyncError
 from trainer.build import build_trainer
@@ -51,19 +49,8 @@ def drive_to_the_end(config: RunConfig, folder: Path) -> Path:
         init_method=f"file://{folder / 'rendezvous'}",
     )
 
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, model_dir, trainer)
-        try:
-            async with asyncio.timeout(100.0):
-                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter())
-        finally:
-            await fleet.close()
-
-    try:
-        with contextlib.suppress(WeightSyncError):
-            asyncio.run(main())
-    finally:
-        trainer.close()
+    with contextlib.suppress(WeightSyncError):
+        drive_to_its_end(config, run, model_dir, trainer)
     return run.path
 
 

@@ -1,19 +1,17 @@
 """A saved step runs again from its batch and its weights: the verdict, the block and the token; in a run, from the fault to the command."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_fleet import LocalFleet, QuietReporter, inputs_of
+from local_run import drive_to_its_end
 from run_record import events_of
 from trainer_room import stored, write_model
 from trainer_scenarios import build, step
 
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.launch import drive
 from orchestrator.replay import replay_step
 from orchestrator.run_dir import create_run_dir
 from rollout.errors import UserError
@@ -108,18 +106,7 @@ def run_with_nan_token(folder: Path) -> Path:
         settings=LossSettings(correction=config.consistency.correction, faults=config.faults),
     )
 
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, MODEL, trainer)
-        try:
-            async with asyncio.timeout(60.0):
-                await drive(config, run, inputs_of(config, MODEL), fleet, QuietReporter())
-        finally:
-            await fleet.close()
-
-    try:
-        asyncio.run(main())
-    finally:
-        trainer.close()
+    drive_to_its_end(config, run, MODEL, trainer)
     return run.path
 
 
