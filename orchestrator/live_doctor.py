@@ -1,6 +1,6 @@
 """The doctor inside the loop: the rules of `orchestrator.doctor` over the newest rows and events, every few steps, in a task of its own.
 
-Consumes metric rows and run events; produces the columns `diagnosis_layer` and `diagnosis_severity`, and an event when the primary finding changes. It never
+Consumes metric rows and run events; produces `concord_diagnosis` and `concord_diagnosis_primary`, and an event when the primary finding changes. It never
 touches the training.
 """
 
@@ -14,6 +14,8 @@ from orchestrator.block_signals import BlockValue
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Finding
 from orchestrator.doctor.record import RunEvent, record_of_rows
+from orchestrator.layers import LAYERS
+from orchestrator.metrics_system import NO_CAUSE, PRIMARY_CAUSES
 from rollout.dispatch import Counts
 from rollout.errors import ConcordError, boundary
 
@@ -49,10 +51,16 @@ class LiveDoctor:
         self.diagnosis: Diagnosis | None = None
         """The newest; None before the first."""
 
-    def columns(self) -> dict[str, float]:
-        """Of the newest diagnosis."""
+    def numbers(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """The newest diagnosis by metric and label values; nothing once the rules have failed, since what they said is old then."""
+        if self._broken:
+            return {}
         primary = None if self.diagnosis is None else self.diagnosis.primary
-        return {"diagnosis_layer": 0.0 if primary is None else float(primary.layer), "diagnosis_severity": 0.0 if primary is None else primary.severity.rank}
+        cause = NO_CAUSE if primary is None else primary.cause.value
+        return {
+            "concord_diagnosis": {(str(layer),): 0.0 if self.diagnosis is None else float(self.diagnosis.worst_rank(layer)) for layer in LAYERS},
+            "concord_diagnosis_primary": {(each,): float(each == cause) for each in PRIMARY_CAUSES},
+        }
 
     def event(self, kind: str, fields: Fields) -> None:
         """A run event is being recorded."""

@@ -85,6 +85,7 @@ class LiveSignals:
             **self._verdicts(),
             **self._score(),
             **self._searches(),
+            **self._loop.doctor.numbers(),
             **replica_numbers(self._loop.replicas, self._loop.consistency),
             "concord_actor_memory_bytes": {(name,): float(size) for name, size in memory.items()},
         }

@@ -1,5 +1,7 @@
 """Signals of layer 4 about the loop itself: work, queues, time, processes. A part of the catalogue in `orchestrator.metrics`."""
 
+from orchestrator.doctor.causes import Cause
+from orchestrator.layers import LAYERS
 from orchestrator.metric_types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram, optional_column
 from orchestrator.metrics_consistency import REPLICA
 from rollout.dispatch import FailReason, RejectReason
@@ -7,6 +9,9 @@ from rollout.dispatch import FailReason, RejectReason
 QUEUES = ("running", "ready", "again", "audit", "publication")
 PHASES = ("wait", "train", "publish", "checkpoint")
 TRAINER_PHASES = ("decode", "pack", "forward_backward", "optimizer", OTHER)
+NO_CAUSE = "none"
+"""In the place of a cause: the doctor has no primary finding."""
+PRIMARY_CAUSES = (NO_CAUSE, *Cause)
 STORE_CALLS = ("dispatch", "acknowledge", "reject", "commit_version", "record_event")
 """Calls of `rollout.protocols.Store` that the loop itself makes."""
 SHORT_EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -49,8 +54,20 @@ SYSTEM: tuple[Metric, ...] = (
     column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
     column("observing_cpu_seconds", "seconds", 4, "CPU seconds of the driver that reducing signals for Prometheus took since the loop began."),
     column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
-    column("diagnosis_layer", "layer", 4, "Layer of the doctor's primary finding, 1 to 4; 0 where nothing is worse than info."),
-    column("diagnosis_severity", "rank", 4, "How bad it is: 0 nothing, 2 warn, 3 critical."),
+    gauge(
+        "diagnosis",
+        "rank",
+        4,
+        "The doctor's worst finding in each layer of diagnosis: 0 nothing, 1 info, 2 warn, 3 critical. Absent once the rules themselves have failed.",
+        Label(name="diagnosis_layer", values=tuple(map(str, LAYERS))),
+    ),
+    gauge(
+        "diagnosis_primary",
+        "bool",
+        4,
+        f"1 for the cause of the doctor's primary finding, which is {NO_CAUSE} where nothing is worse than info; 0 for every other cause.",
+        Label(name="cause", values=PRIMARY_CAUSES),
+    ),
     counter("dispatched_groups", "groups", 4, "Dispatches recorded."),
     counter("trained_groups", "groups", 4, "Dispatches trained on."),
     counter("rejected_groups", "groups", 4, "Dispatches rejected, by reason.", Label(name="reason", values=tuple(RejectReason))),

@@ -126,7 +126,6 @@ class Signals:
             "worker_restarts": loop.collection.restarts,
             "observing_cpu_seconds": loop.accounts.observing_cpu_s,
             **loop.accounts.speeds.columns(),
-            **loop.doctor.columns(),
             **(NO_SCORE if loop.evaluation is None else loop.evaluation.columns()),
         }
 

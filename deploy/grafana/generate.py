@@ -95,11 +95,12 @@ def run_variable() -> dashboard.QueryVariable:
 
 def drawn(panel: Panel) -> Drawn:
     """One panel with its queries, in the colour of its layer."""
-    colour = dashboard.FieldColor().mode(model.FieldColorModeId.FIXED if panel.kind == "stat" else model.FieldColorModeId.SHADES)
+    now = panel.kind in ("stat", "name")
+    colour = dashboard.FieldColor().mode(model.FieldColorModeId.FIXED if now else model.FieldColorModeId.SHADES)
     colour = colour.fixed_color(LAYERS[panel.layer].colour)
     builder: Drawn
-    if panel.kind == "stat":
-        builder = stat.Panel().color_mode(common.BigValueColorMode.VALUE).color_scheme(colour).span(WIDTH // 2).height(STAT_HEIGHT)
+    if now:
+        builder = number(panel).color_scheme(colour).span(WIDTH // 2).height(STAT_HEIGHT)
     elif panel.kind == "heatmap":
         builder = heatmap.Panel().calculate(False).span(WIDTH).height(HEIGHT)
     else:
@@ -108,10 +109,20 @@ def drawn(panel: Panel) -> Drawn:
     builder = builder.title(panel.title).unit(panel.unit).datasource(SOURCE)
     if panel.help:
         builder = builder.description(panel.help)
-    for number, (expression, legend) in enumerate(panel.queries):
-        query = prometheus.Dataquery().expr(of_run(expression)).legend_format(legend).ref_id(chr(ord("A") + number))
+    for place, (expression, legend) in enumerate(panel.queries):
+        query = prometheus.Dataquery().expr(of_run(expression)).legend_format(legend).ref_id(chr(ord("A") + place))
+        if now:  # over a range, a series that has ended would go on with its last value
+            query = query.instant()
         builder = builder.with_target(query.format(PromQueryFormat.HEATMAP) if panel.kind == "heatmap" else query)
     return builder
+
+
+def number(panel: Panel) -> stat.Panel:
+    """Large values, or the names of the series; in words where the panel has them."""
+    names = common.BigValueTextMode.NAME if panel.kind == "name" else common.BigValueTextMode.AUTO
+    builder = stat.Panel().color_mode(common.BigValueColorMode.VALUE).graph_mode(common.BigValueGraphMode.NONE).text_mode(names)
+    words = {str(value): model.ValueMappingResult(text=word, color=colour, index=value) for value, (word, colour) in enumerate(panel.words)}
+    return builder.mappings([model.ValueMap(options=words)] if words else [])
 
 
 def document() -> str:

@@ -17,8 +17,10 @@ class Panel:
     queries: tuple[tuple[str, str], ...]
     layer: int
     kind: str = "timeseries"
-    """timeseries, stat or heatmap."""
+    """timeseries, stat, name (the legend of each series that the query leaves) or heatmap."""
     help: str = ""
+    words: tuple[tuple[str, str], ...] = ()
+    """What to write for the values 0, 1, ...: (word, colour)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,23 @@ def number(title: str, unit: str, layer: int, expression: str, help: str = "") -
     return Panel(title, unit, ((expression, ""),), layer, "stat", help)
 
 
-DIAGNOSIS = number("Layer of the top finding", "none", 4, "concord_diagnosis_layer", help="0: nothing worse than info. `concord doctor RUN` says the rest.")
+DIAGNOSIS = Panel(
+    "Worst finding of each layer",
+    "none",
+    (("concord_diagnosis", "layer {{diagnosis_layer}}"),),
+    4,
+    "stat",
+    "`concord doctor RUN` says what was found and what to do. No data once the doctor's rules have failed.",
+    (("nothing", "green"), ("info", "blue"), ("warn", "orange"), ("critical", "red")),
+)
+PRIMARY = Panel(
+    "Top finding",
+    "none",
+    (("concord_diagnosis_primary == 1", "{{cause}}"),),
+    4,
+    "name",
+    "Cause of the doctor's primary finding; `none`: nothing worse than info. `concord doctor RUN` says what to do.",
+)
 
 OVERVIEW = Dashboard(
     "concord-overview",
@@ -69,7 +87,7 @@ OVERVIEW = Dashboard(
     "Four layers at a glance and the doctor's top finding. Read from the top: what is above may cause what is below.",
     (
         DIAGNOSIS,
-        number("Severity of the top finding", "none", 4, "concord_diagnosis_severity", help="0 nothing, 2 warn, 3 critical."),
+        PRIMARY,
         number("Step", "none", 4, "concord_step"),
         number("Since the last step", "s", 4, "time() - concord_last_step_timestamp_seconds"),
         lines("1 data and reward: reward", "none", 1, "reward_mean", "reward_moving_10", "eval_score"),
@@ -116,6 +134,7 @@ POLICY = Dashboard(
         lines("Clipped tokens", "percentunit", 2, "clip_fraction_low", "clip_fraction_high"),
         lines("Spread of the advantages", "none", 2, "advantage_std"),
         DIAGNOSIS,
+        PRIMARY,
     ),
 )
 

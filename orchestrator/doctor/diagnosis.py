@@ -93,6 +93,10 @@ class Diagnosis:
         """What to look at first; None where nothing is worse than `info`."""
         return self.findings[0] if self.findings and self.findings[0].severity is not Severity.INFO else None
 
+    def worst_rank(self, layer: int) -> int:
+        """`Severity.rank` of the worst finding of a layer; 0 without any."""
+        return max((finding.severity.rank for finding in self.findings if finding.layer == layer), default=0)
+
 
 def diagnose(record: Record) -> Diagnosis:
     """Apply every rule. A finding of layer 2 that rests on readings which layer 4 marks untrusted stands behind that one."""
