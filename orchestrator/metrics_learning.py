@@ -5,7 +5,7 @@ from trainer.stability.evidence import CulpritType
 
 LENGTH_EDGES = tuple(float(2**power) for power in range(18))
 PASS_RATE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999, 1.0)
-SEARCH_OUTCOMES = ("located", "diffuse", "inconclusive", "clean")
+SEARCH_OUTCOMES = ("located", "diffuse", "inconclusive", "clean", "not_searched")
 CULPRIT_TYPES = tuple(CulpritType)
 
 CONFIGURATIONS = tuple(str(number) for number in range(15))
@@ -70,9 +70,10 @@ NUMERICAL: tuple[Metric, ...] = (
     column("gradloc_runs_diffuse", "searches", 3, "Gradient searches since the loop began in which no few tokens dominated."),
     column("gradloc_runs_inconclusive", "searches", 3, "Gradient searches since the loop began that ended with their passes, or looked at suspects only."),
     column("gradloc_runs_clean", "searches", 3, "Gradient searches since the loop began that ruled every token out."),
+    column("gradloc_runs_not_searched", "steps", 3, "Steps since the loop began that asked for a gradient search and got none: spike_passes were spent."),
     column("gradloc_passes", "passes", 3, "Passes of all gradient searches since the loop began."),
     column("gradloc_seconds", "seconds", 3, "Seconds of all gradient searches since the loop began."),
-    counter("gradloc_searches", "searches", 3, "Gradient searches by outcome.", Label(name="outcome", values=SEARCH_OUTCOMES)),
+    counter("gradloc_searches", "searches", 3, "Steps that asked for a gradient search, by its outcome.", Label(name="outcome", values=SEARCH_OUTCOMES)),
     counter("gradloc_culprits", "tokens", 3, "Tokens that gradient searches named, by what is odd about them.", Label(name="type", values=CULPRIT_TYPES)),
     counter("gradloc_search_passes", "passes", 3, "Passes of gradient searches."),
     counter("gradloc_search_seconds", "seconds", 3, "Seconds of gradient searches."),

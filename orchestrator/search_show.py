@@ -80,7 +80,7 @@ def _list(found: list[dict[str, Any]]) -> Table:
     for each in found:
         for search in each["searches"]:
             culprits = "\n".join(f"{c['token_text']!r} at {c['position']} of {c['trajectory_id']} ({c['type']})" for c in search["culprits"])
-            numbers = (_number(search[name]) for name in ("grad_norm", "threshold"))
+            numbers = (_number(search["grad_norm"]), _number(search["threshold"], "not known"))
             table.add_row(each["policy"], search["outcome"], search["acted"], *numbers, Text(culprits))
     return table
 
@@ -89,10 +89,16 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
+    if search["outcome"] == "not_searched":
+        norms = f"gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'], 'not known')}"
+        say(f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
+        say("  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or mend what makes every step spike")
+        return
     say(f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, {search['acted']}")
     say(
-        f"  gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'])} (tau {_number(search['tau'])} a token); culprits explain "
-        f"{_number(search['explained'])} of the squared norm; {search['passes']} passes, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
+        f"  gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'], 'not known')} (tau "
+        f"{_number(search['tau'], 'not known')} a token); culprits explain {_number(search['explained'], 'a share not measured')} of the squared norm; "
+        f"{search['passes']} passes, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
@@ -132,5 +138,5 @@ def _blocks(culprit: dict[str, Any]) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
+def _number(value: float | None, missing: str = "not finite") -> str:
+    return missing if value is None else f"{value:.4g}"

@@ -11,6 +11,7 @@ from orchestrator.consistency_signals import consistency_row, consistency_summar
 from orchestrator.evaluation import NO_SCORE
 from orchestrator.loop import Loop
 from orchestrator.memory import PeakMemory
+from orchestrator.metrics_learning import SEARCH_OUTCOMES
 from orchestrator.run_dir import RunDir, write_atomic
 from orchestrator.search_records import SearchRecords
 from orchestrator.training import StepDone
@@ -187,5 +188,4 @@ def write_summary(run: RunDir, summary: Mapping[str, object]) -> None:
 
 
 def _searches(kept: SearchRecords) -> dict[str, float]:
-    outcomes = ("located", "diffuse", "inconclusive", "clean")
-    return {f"gradloc_runs_{outcome}": kept.outcomes[outcome] for outcome in outcomes} | {"gradloc_passes": kept.passes, "gradloc_seconds": kept.seconds}
+    return {f"gradloc_runs_{outcome}": kept.outcomes[outcome] for outcome in SEARCH_OUTCOMES} | {"gradloc_passes": kept.passes, "gradloc_seconds": kept.seconds}

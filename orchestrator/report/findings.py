@@ -61,11 +61,14 @@ def gradloc_section(folder: Path) -> Section:
     if not searches:
         return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
     culprits = [(policy, search, culprit) for policy, search in searches for culprit in search["culprits"]]
+    forgone = sum(search.get("outcome") == "not_searched" for _, search in searches)
+    in_vain = f" and {forgone} steps that asked for one when trainer.gradloc.spike_passes were spent" if forgone else ""
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
     return Section(
         key="gradloc",
         title=title,
-        intro=f"{len(searches)} searches, {len(culprits)} culprits; only outcome located names a cause. All numbers: concord gradloc RUN STEP.{more}{lost}",
+        intro=f"{len(searches) - forgone} searches{in_vain}, {len(culprits)} culprits; only outcome located names a cause. All numbers: "
+        f"concord gradloc RUN STEP.{more}{lost}",
         cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
         table=table_of(
             ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"), [_row(*each) for each in searches[-MOST_SEARCHES:]]

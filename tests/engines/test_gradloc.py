@@ -27,6 +27,7 @@ from trainer.stability.gradient_probe import StepData
 from trainer.stability.gradloc import StepSigns, TermPlace, without_terms
 from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import Outcome
+from trainer.stability.spent_passes import WINDOW_STEPS
 from trainer.types import MicroBatch
 
 
@@ -94,7 +95,7 @@ def test_a_step_that_was_taken_otherwise_is_remembered_otherwise(model: PolicyMo
     gradloc = watching(model, alone, 1e9)
     histories: list[list[float]] = []
     for amended in (None, (), (2.0, 0.25)):
-        gradloc.load_state({"history": [5.0], "suspect_passes": []})
+        gradloc.load_state({"history": [5.0], "suspect_passes": [], "spike_passes": []})
         gradloc.observe(ran.norm, ran.data)
         if amended is not None:
             gradloc.amend(*amended)
@@ -226,6 +227,35 @@ def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyMod
     reports = [gradloc.observe(ran.norm, ran.data, suspects=suspects) for _ in range(4)]
     assert [report is not None and report.trigger for report in reports] == ["suspects", "suspects", False, False]
     assert watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=0).observe(ran.norm, ran.data, suspects=suspects) is None
+
+
+def test_steps_that_spike_are_searched_until_their_passes_are_spent(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss, place = spiking_loss(), places(healthy)[8]
+    tau = tau_of(run_step(model, loss, alone, healthy))
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
+    gradloc = watching(model, alone, tau, loss, spike_passes=1)
+    first, second = (gradloc.observe(ran.norm, ran.data) for _ in range(2))
+    assert located(first) == [place] and first is not None and first.passes > 1, "a search that has begun is not cut short"
+    assert second is not None and (second.outcome, second.trigger, second.hits, second.passes) == (Outcome.NOT_SEARCHED, "threshold", (), 0)
+    assert second.threshold == first.threshold and second.tau == tau
+    by_scale = watching(model, alone, 1e9, loss, spike_passes=1)
+    by_scale.load_state({**gradloc.state(), "history": []})
+    again = [by_scale.observe(ran.norm, ran.data, signs=StepSigns(smallest_scale=0.01)), by_scale.observe(math.nan, ran.data)]
+    assert [report and report.outcome for report in again[:1]] == [Outcome.NOT_SEARCHED], "a checkpoint keeps what was spent, and both triggers share it"
+    assert again[1] is not None and again[1].outcome is not Outcome.NOT_SEARCHED, "what is not finite is always searched"
+
+
+def test_passes_of_steps_long_ago_count_no_more(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss, place = spiking_loss(), places(healthy)[8]
+    usual = run_step(model, loss, alone, healthy)
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
+    gradloc = watching(model, alone, tau_of(usual), loss, spike_passes=1)
+    gradloc.observe(ran.norm, ran.data)
+    for _ in range(WINDOW_STEPS - 2):
+        gradloc.observe(usual.norm, usual.data)
+    hundredth, next_one = (gradloc.observe(ran.norm, ran.data) for _ in range(2))
+    assert hundredth is not None and hundredth.outcome is Outcome.NOT_SEARCHED
+    assert located(next_one) == [place]
 
 
 def test_bad_settings_are_refused_with_the_cure(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):

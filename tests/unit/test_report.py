@@ -192,10 +192,13 @@ def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
 
 
 def test_culprits_of_a_gradient_search_stand_in_their_text(run: RunDir):
-    SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL)).keep(PolicyVersion(1, 7), build_search())
+    kept = SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL))
+    kept.keep(PolicyVersion(1, 7), build_search())
+    kept.keep(PolicyVersion(1, 8), build_search(outcome="not_searched", culprits=(), passes=0))
     (run.gradloc / "e1-v9.json").write_text("{}")
     section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
-    assert "1 searches, 1 culprits" in section.intro and "1 files of gradloc/ cannot be read" in section.intro
+    assert "1 searches and 1 steps that asked for one when trainer.gradloc.spike_passes were spent, 1 culprits" in section.intro
+    assert "1 files of gradloc/ cannot be read" in section.intro
     (card,) = section.cards
     assert card.token is not None and len(card.token.text) == 1
     assert f"{card.token.before}<mark>{card.token.text}</mark>{card.token.after}" in text_of(run)

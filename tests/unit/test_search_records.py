@@ -110,6 +110,16 @@ def test_no_search_and_an_unknown_step_are_told_with_the_cure(tmp_path: Path):
         show_searches(tmp_path / "nothing", None)
 
 
+def test_a_step_that_was_not_searched_says_so_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = empty_run(tmp_path)
+    event = records(run.gradloc).keep(PolicyVersion(1, 9), build_search(outcome="not_searched", culprits=(), passes=0, explained=NAN, threshold=NAN))
+    assert (event["outcome"], event["passes"], event["culprits"]) == ("not_searched", 0, 0)
+    show_searches(run.path, "9")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "step e1-v9: not searched, though threshold asked for it; gradient norm 13, threshold not known" in shown
+    assert "had spent trainer.gradloc.spike_passes" in shown
+
+
 class Searching(ScriptedTrainer):
     """Steps of `chosen` tries were searched; `search` says what came out, given the first trajectory of the batch."""
 
@@ -137,12 +147,15 @@ def events_of(case: Case, kind: str) -> list[dict[str, Any]]:
 
 def test_a_searched_step_leaves_a_file_an_event_and_columns(tmp_path: Path):
     case = Case(tmp_path)
-    case.trainer = Searching(case, lambda tries: tries in (2, 5), lambda group: build_search())
+    not_searched: dict[str, dict[str, Any]] = {"located": {}, "not_searched": {"culprits": (), "passes": 0, "seconds": 0.0}}
+    outcomes = iter(("located", "located", "not_searched"))
+    case.trainer = Searching(case, lambda tries: tries in (2, 5, 8), lambda group: build_search(outcome=(outcome := next(outcomes)), **not_searched[outcome]))
     case.drive()
-    assert [event["step"] for event in events_of(case, "gradloc")] == [2, 5]
-    assert sorted(path.name for path in case.run.gradloc.iterdir()) == ["e1-v2.json", "e1-v5.json"]
+    assert [event["step"] for event in events_of(case, "gradloc")] == [2, 5, 8]
+    assert sorted(path.name for path in case.run.gradloc.iterdir()) == ["e1-v2.json", "e1-v5.json", "e1-v8.json"]
     rows = {int(row["step"]): row for row in case.reporter.rows}
     assert [rows[step]["gradloc_runs_located"] for step in (1, 2, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert [rows[step]["gradloc_runs_not_searched"] for step in (7, 8)] == [0, 1]
     assert (rows[8]["gradloc_passes"], rows[8]["gradloc_seconds"], rows[8]["gradloc_runs_diffuse"]) == (18, 1.0, 0)
 
 

@@ -51,6 +51,10 @@ class GradLocConfig(Section):
     action: Literal["observe", "mask", "skip", "quarantine"] = "observe"
     """What becomes of located tokens. observe: nothing. mask: the step is computed again without their terms, with the same denominators. skip: the step is not
     applied. quarantine: as mask for the whole trajectory, which is out of training for good."""
+    spike_passes: PositiveInt | None = None
+    """Passes in any hundred steps that the triggers `threshold` and `scale` may cause before steps with a spike are no longer searched: their outcome is
+    `not_searched`, and they are applied as they are. A search that has begun is not cut short. None: ten searches that take all of their passes. What is
+    not finite is always searched."""
     suspect_passes: NonNegativeInt = 20
     """Passes in any hundred steps that suspects of the consistency service may cause in steps below the threshold; 0 lets them only order a search."""
     suspect_factor: Annotated[float, Field(gt=0, le=1)] = 0.5

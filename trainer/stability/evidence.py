@@ -75,10 +75,10 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradLocEvidence:
-    """One search. Numbers run over all ranks."""
+    """One search, or one that was asked for and not made. Numbers run over all ranks."""
 
     outcome: str
-    """located, diffuse, inconclusive or clean."""
+    """located, diffuse, inconclusive, clean or not_searched."""
     trigger: str
     """non_finite, threshold, scale or suspects."""
     action: str

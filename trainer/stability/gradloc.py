@@ -25,14 +25,15 @@ from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import GradientProbe, StepData, TokenLoss
 from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import EXPLAINED, Outcome, SearchLimits, StepSearch
+from trainer.stability.spent_passes import SpentPasses
 from trainer.stability.step_terms import RankTerms, StepTerms, Terms, rank_terms, step_terms
 from trainer.stability.thresholds import set_threshold
 from trainer.types import MicroBatch
 
-BUDGET_STEPS = 100
-"""Steps over which the passes that suspects cause are counted."""
 DEFAULT_BUDGET = 64
 """Passes of one search where the config leaves them open; twice the micro-batches where that is more."""
+DEFAULT_SEARCHES = 10
+"""Searches that may take all of their passes in any hundred steps with spikes, where the config leaves that open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class StepSigns:
 
 
 _NO_SIGNS = StepSigns()
+_SPIKES = ("threshold", "scale")
+"""Triggers of a step that can be applied as it is: a search of it is worth only so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,7 @@ class GradLoc:
         self._eps = float(torch.finfo(dtype).eps)
         self._history: deque[float] = deque(maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps)
         self._before: tuple[float, ...] = ()
-        self._suspect_passes: deque[int] = deque([0] * BUDGET_STEPS, maxlen=BUDGET_STEPS)
+        self._for_suspects, self._for_spikes = SpentPasses(), SpentPasses()
 
     def observe(
         self,
@@ -125,7 +128,7 @@ class GradLoc:
         part_norms: PartNorms | None = None,
         signs: StepSigns = _NO_SIGNS,
     ) -> GradLocReport | None:
-        """Search the step if its norm asks for it; None where nothing does. Collective; after the last backward and before any clip.
+        """Search the step if its norm asks for it and the passes allow it; None where nothing asks. Collective; after the last backward and before any clip.
 
         Args:
             grad_norm: global L2 norm of the step's gradient, the same on all ranks.
@@ -145,20 +148,23 @@ class GradLoc:
         self._remember(grad_norm, weight_square)
         trigger = self._trigger(grad_norm, threshold, num_suspects > 0, signs)
         if not trigger:
-            self._suspect_passes.append(0)
+            self._count("", 0)
             return None
         if trigger == "scale":
             whole = grad_norm * math.sqrt((1.0 - EXPLAINED) / weight_square)
             tau = whole if math.isnan(tau) else min(tau, whole)
         limits = SearchLimits(
             tau=tau,  # not asked for while the predicate is "is not finite"
-            budget=min(budget, self._config.suspect_passes - sum(self._suspect_passes)) if trigger == "suspects" else budget,
+            budget=min(budget, self._config.suspect_passes - self._for_suspects.total) if trigger == "suspects" else budget,
             max_hits=self._config.max_hits,
             subtract=self._config.subtract,
             suspect_factor=self._config.suspect_factor,
         )
-        report = self._search(trigger, grad_norm, limits, step, suspects, part_norms)
-        self._suspect_passes.append(report.passes if trigger == "suspects" else 0)
+        if trigger in _SPIKES and self._for_spikes.total >= (self._config.spike_passes or DEFAULT_SEARCHES * budget):
+            report = _not_searched(trigger, grad_norm, tau)
+        else:
+            report = self._search(trigger, grad_norm, limits, step, suspects, part_norms)
+        self._count(trigger, report.passes)
         return replace(report, threshold=threshold)
 
     def amend(self, grad_norm: float | None = None, weight_square: float = 0.0) -> None:
@@ -175,13 +181,19 @@ class GradLoc:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint needs: the history of norms and of passes."""
-        return {"history": list(self._history), "suspect_passes": [float(passes) for passes in self._suspect_passes]}
+        return {"history": list(self._history), "suspect_passes": self._for_suspects.state(), "spike_passes": self._for_spikes.state()}
 
     def load_state(self, state: dict[str, list[float]]) -> None:
         """Continue from `state`."""
         self._history.clear()
         self._history.extend(state["history"])
-        self._suspect_passes.extend(int(passes) for passes in state["suspect_passes"])
+        self._for_suspects.load_state(state["suspect_passes"])
+        self._for_spikes.load_state(state["spike_passes"])
+
+    def _count(self, trigger: str, passes: int) -> None:
+        """The step is over: what it cost, under what asked for it."""
+        self._for_suspects.step(passes if trigger == "suspects" else 0)
+        self._for_spikes.step(passes if trigger in _SPIKES else 0)
 
     def _budget(self, micro_batches: int) -> int:
         budget = self._config.budget_passes
@@ -220,7 +232,7 @@ class GradLoc:
             return "threshold"
         if signs.smallest_scale < self._config.scale_floor:
             return "scale"
-        affordable = sum(self._suspect_passes) < self._config.suspect_passes
+        affordable = self._for_suspects.total < self._config.suspect_passes
         return "suspects" if has_suspects and affordable and grad_norm > self._config.suspect_factor * threshold else ""
 
     def _search(
@@ -287,6 +299,21 @@ def without_trajectories(micro_batches: Sequence[MicroBatch], trajectory_ids: Co
         kept = np.array([each not in trajectory_ids for each in micro.trajectory_ids], dtype=np.bool_)
         result.append(micro if kept.all() else replace(micro, loss_mask=micro.loss_mask & kept[:, None]))
     return tuple(result)
+
+
+def _not_searched(trigger: str, grad_norm: float, tau: float) -> GradLocReport:
+    return GradLocReport(
+        outcome=Outcome.NOT_SEARCHED,
+        trigger=trigger,
+        grad_norm=grad_norm,
+        threshold=math.nan,
+        tau=tau,
+        hits=(),
+        explained=math.nan,
+        passes=0,
+        tokens_forwarded=0,
+        seconds=0.0,
+    )
 
 
 def _hit(term: int, norm: float, table: StepTerms, probe: GradientProbe) -> GradLocHit:

@@ -26,7 +26,7 @@ EXPLAINED = 0.5
 
 
 class Outcome(StrEnum):
-    """What a search can say."""
+    """What becomes of a step that asks for a search."""
 
     LOCATED = "located"
     """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the squared norm, and what is left is below
@@ -37,6 +37,8 @@ class Outcome(StrEnum):
     """The passes ended before the search did, or only suspects were looked at."""
     CLEAN = "clean"
     """Every token was ruled out."""
+    NOT_SEARCHED = "not_searched"
+    """The passes that spikes may cost in a hundred steps are spent."""
 
 
 class StepProbe(Protocol):
