@@ -11,7 +11,7 @@ class SpentPasses:
     """Step by step; the same on all ranks."""
 
     def __init__(self) -> None:
-        self._steps: deque[int] = deque(maxlen=WINDOW_STEPS - 1)
+        self._steps: deque[int] = deque([0] * (WINDOW_STEPS - 1), maxlen=WINDOW_STEPS - 1)
 
     @property
     def total(self) -> int:
@@ -28,5 +28,4 @@ class SpentPasses:
 
     def load_state(self, state: Sequence[float]) -> None:
         """Continue from `state`."""
-        self._steps.clear()
         self._steps.extend(int(passes) for passes in state)
