@@ -1,11 +1,10 @@
 """An engine's own metrics over HTTP, from the process that it runs in: Concord neither reads nor renames them."""
 
-from prometheus_client import start_http_server
+from prometheus_client import generate_latest
 
 from rollout.config import EngineConfig, VllmConfig
 from rollout.errors import UserError
-
-_ANY_ADDRESS = ("0.0.0.0", "::")
+from rollout.scrape_server import ScrapeServer
 
 
 def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
@@ -19,13 +18,12 @@ def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
     if not isinstance(engine, VllmConfig) or not engine.serve_metrics:
         return ""
     try:
-        server, _ = start_http_server(0, addr=host)
+        return ScrapeServer(host, 0, generate_latest).target(_own_address)
     except OSError as cause:
         raise UserError(
             f"cannot serve vLLM's metrics on {host}: {cause.strerror or cause}; set exporter.host to an address of every node, such as 0.0.0.0, or "
             "engine.serve_metrics to false"
         ) from cause
-    return f"{_own_address() if host in _ANY_ADDRESS else host}:{server.server_port}"
 
 
 def _own_address() -> str:

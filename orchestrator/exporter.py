@@ -1,13 +1,11 @@
 """Serves the newest snapshot to Prometheus over HTTP, in threads of its own. It knows the catalogue and no loop; a scrape never makes the loop wait."""
 
 import socket
-import threading
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Self
-from wsgiref.simple_server import WSGIServer
+from typing import Self, TypeAlias
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
@@ -16,9 +14,11 @@ from orchestrator.metric_types import Metric, MetricType
 from orchestrator.metrics import CATALOGUE
 from orchestrator.snapshot import EMPTY, Snapshot
 from rollout.errors import UserError
+from rollout.scrape_server import ScrapeServer
 from trainer.histograms import BucketCounts
 
-_ANY_ADDRESS = ("0.0.0.0", "::", "")
+Values: TypeAlias = Mapping[LabelValues, float] | Mapping[LabelValues, BucketCounts]
+"""Of one metric, by label values."""
 
 
 class Exporter:
@@ -31,18 +31,14 @@ class Exporter:
             UserError: the port is taken, or the host is no address of this machine.
         """
         self._snapshot = EMPTY
-        registry = CollectorRegistry()
-        registry.register(_Collector(self))
+        text = Text()
         try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
+            self._server = ScrapeServer(host, port, lambda: text.of(self._snapshot))
         except OSError as cause:
             raise UserError(
                 f"cannot serve metrics on {host}:{port}: {cause.strerror or cause}; set exporter.port to a free port, or to 0 for any, "
                 "and exporter.host to an address of this machine"
             ) from cause
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
-        self._host = host
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +49,7 @@ class Exporter:
     @property
     def target(self) -> str:
         """host:port, for Prometheus."""
-        return f"{socket.gethostname() if self._host in _ANY_ADDRESS else self._host}:{self._server.server_port}"
+        return self._server.target(socket.gethostname)
 
     @property
     def url(self) -> str:
@@ -71,44 +67,53 @@ class Exporter:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
-class _Collector:
-    """What prometheus_client asks at a scrape."""
+class Text:
+    """Snapshots as Prometheus reads them; a metric whose values have not changed since the scrape before keeps its lines."""
 
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[Values, bytes]] = {}
 
-    def describe(self) -> list[Family]:
-        """Nothing: a private registry holds one collector, so no name can be taken twice."""
-        return []
+    def of(self, snapshot: Snapshot) -> bytes:
+        """Every metric that has a value, in the order of the catalogue."""
+        return b"".join(self._lines_of(metric, snapshot) for metric in CATALOGUE)
+
+    def _lines_of(self, metric: Metric, snapshot: Snapshot) -> bytes:
+        values: Values = (snapshot.distributions if metric.type is MetricType.HISTOGRAM else snapshot.numbers).get(metric.name, {})
+        before = self._lines.get(metric.name)
+        if before is not None and before[0] == values:
+            return before[1]
+        lines = generate_latest(_One(_family(metric, snapshot))) if values else b""
+        self._lines[metric.name] = values, lines
+        return lines
+
+
+class _One:
+    """What prometheus_client writes out."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
 
     def collect(self) -> Iterator[Family]:
-        """The families of one snapshot."""
-        return families(self._exporter.snapshot)
-
-
-def families(snapshot: Snapshot) -> Iterator[Family]:
-    """Every metric that has a value, in the order of the catalogue."""
-    for metric in CATALOGUE:
-        if metric.type is MetricType.HISTOGRAM:
-            series = snapshot.distributions.get(metric.name)
-            if series:
-                yield _histogram(metric, series)
-        elif numbers := snapshot.numbers.get(metric.name):
-            kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
-            family = kind(metric.name, described(metric), labels=metric.label_names)
-            for labels, value in numbers.items():
-                family.add_metric(labels, value)
-            yield family
+        """The one family."""
+        yield self._family
 
 
 def described(metric: Metric) -> str:
     """Help, unit and layer, as Prometheus shows them."""
     return f"{metric.help} Unit: {metric.unit}. Layer of diagnosis: {metric.diagnosis_layer}."
+
+
+def _family(metric: Metric, snapshot: Snapshot) -> Family:
+    if metric.type is MetricType.HISTOGRAM:
+        return _histogram(metric, snapshot.distributions[metric.name])
+    kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
+    family = kind(metric.name, described(metric), labels=metric.label_names)
+    for labels, value in snapshot.numbers[metric.name].items():
+        family.add_metric(labels, value)
+    return family
 
 
 def _histogram(metric: Metric, series: Mapping[LabelValues, BucketCounts]) -> Family:

@@ -12,7 +12,7 @@ from scrapes import scrape, series_by_metric, value_of
 from served_run import BATCH, GROUP, config_of, drive_served
 
 from orchestrator.distributions import Distributions
-from orchestrator.exporter import Exporter
+from orchestrator.exporter import Exporter, Text
 from orchestrator.live_signals import BoundedParts
 from orchestrator.metric_types import MAX_REWARD_PARTS, MetricType
 from orchestrator.metrics import DECLARED, sizes_of
@@ -56,6 +56,21 @@ def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
     audited = sum(value_of(samples, "concord_audited_log_ratio_nats_bucket", replica=slot, le="+Inf") for slot in "01")
     assert audited >= value_of(samples, "concord_trained_tokens_total")
     assert value_of(samples, "concord_batch_wait_seconds") == 0.0
+
+
+def test_lines_that_are_kept_from_scrape_to_scrape_are_those_of_the_newest_snapshot():
+    """Values that change, stay, come and go, of each type."""
+    distributions = Distributions()
+    kept = {"concord_step": {(): 7.0}}
+    before = Snapshot(numbers={**kept, "concord_loss": {(): 0.5}, "concord_steps_total": {("applied",): 1.0}}, distributions=distributions.copy())
+    distributions.observe("concord_group_pass_rate", 0.5)
+    after = Snapshot(numbers={**kept, "concord_steps_total": {("applied",): 2.0}, "concord_grad_norm": {(): 3.0}}, distributions=distributions.copy())
+    text = Text()
+    shown = [text.of(snapshot) for snapshot in (before, after, after, before)]
+    assert shown == [Text().of(snapshot) for snapshot in (before, after, after, before)]
+    assert b"concord_loss 0.5" in shown[0] and b"concord_loss" not in shown[1]
+    assert b'concord_group_pass_rate_bucket{le="0.5"} 1.0' in shown[1]
+    assert b"# TYPE concord_steps_total counter" in shown[1]
 
 
 def test_what_was_never_measured_has_no_sample(tmp_path: Path):
