@@ -224,16 +224,24 @@ async def _observe(
     config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, exporter: Exporter | None
 ) -> dict[str, object]:
     recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
-    histograms = HistogramRecorder(run.histograms, loop.accounts.distributions)
+    histograms = HistogramRecorder(run.histograms, loop.accounts.distributions, loop.training.policy)
     observing = None if exporter is None else _observing(run, loop, reporter, exporter, LiveSignals(config, loop, signals, memory))
+
+    def flush() -> None:
+        """What a checkpoint holds is on disk, and no histogram reaches over one: a resume takes back whole parts."""
+        recorder.flush()
+        blocks.flush()
+        histograms.flush()
 
     def on_step(done: StepDone) -> None:
         row = signals.row(done)
         recorder.add(row)
         of_blocks = block_values(done.report)
-        blocks.add(done.report.policy.version, of_blocks)
+        blocks.add(done.report.policy, of_blocks)
         loop.doctor.step(row, loop.book.counts, of_blocks)
-        histograms.add(done.report.policy.version)
+        histograms.add(done.report.policy)
+        if done.checkpointed:
+            flush()
         reporter.step(row, config.run.steps)
         if observing is not None:
             observing.step(done, row)
@@ -248,9 +256,7 @@ async def _observe(
     finally:
         for task in beside:
             task.cancel()
-        recorder.flush()
-        blocks.flush()
-        histograms.flush()
+        flush()
     await loop.doctor.look()
     loop.book.counts = await fleet.store.counts()
     if observing is not None:

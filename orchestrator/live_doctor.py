@@ -13,9 +13,9 @@ from operator import itemgetter
 from orchestrator.block_signals import BlockValue
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Finding
-from orchestrator.doctor.record import RunEvent, record_of_rows
 from orchestrator.layers import LAYERS
 from orchestrator.metrics_system import NO_CAUSE, PRIMARY_CAUSES
+from orchestrator.reading.record import RunEvent, record_of_rows
 from rollout.dispatch import Counts
 from rollout.errors import ConcordError, boundary
 

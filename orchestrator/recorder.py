@@ -13,12 +13,16 @@ import pyarrow.parquet as pq
 from orchestrator.block_signals import BlockValue
 from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS
 from rollout.errors import ConcordError
+from rollout.weights import PolicyVersion
 
 arrow: Any = pa
 parquet: Any = pq
 SCHEMA: Any = arrow.schema([(column, arrow.float64()) for column in COLUMNS])
 BLOCK_SCHEMA: Any = arrow.schema(
-    [("step", arrow.int64()), ("block", arrow.string()), ("head", arrow.int64()), ("signal", arrow.string()), ("value", arrow.float64())]
+    [
+        *(("trainer_epoch", arrow.int64()), ("step", arrow.int64())),
+        *(("block", arrow.string()), ("head", arrow.int64()), ("signal", arrow.string()), ("value", arrow.float64())),
+    ]
 )
 _LABELS = {metric.column: metric.label_names for metric in BLOCK_CATALOGUE}
 
@@ -43,7 +47,7 @@ class Parts:
 
 
 class MetricsRecorder:
-    """Buffers rows and writes a part every `rows_per_part` steps and at the end."""
+    """Buffers rows and writes a part every `rows_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, rows_per_part: int = 50) -> None:
         self._parts = Parts(directory, SCHEMA)
@@ -72,7 +76,7 @@ class MetricsRecorder:
 
 
 class BlockRecorder:
-    """Buffers the values of blocks and writes a part every `steps_per_part` steps and at the end."""
+    """Buffers the values of blocks and writes a part every `steps_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, steps_per_part: int = 50) -> None:
         self._parts = Parts(directory, BLOCK_SCHEMA)
@@ -80,8 +84,8 @@ class BlockRecorder:
         self._rows: list[Mapping[str, object]] = []
         self._steps = 0
 
-    def add(self, step: int, values: Sequence[BlockValue]) -> None:
-        """One step, with as many values as it has.
+    def add(self, policy: PolicyVersion, values: Sequence[BlockValue]) -> None:
+        """The step that produced `policy`, with as many values as it has.
 
         Raises:
             ConcordError: a signal is not declared, or not with these labels.
@@ -90,7 +94,8 @@ class BlockRecorder:
             labels = ("block",) if one.head is None else ("block", "head")
             if _LABELS.get(one.signal) != labels:
                 raise ConcordError(f"got a value of {one.signal} with labels {labels}, declared are {_LABELS.get(one.signal)}; see orchestrator/metrics.py")
-        self._rows += [{"step": step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value} for one in values]
+        of_step = {"trainer_epoch": policy.trainer_epoch, "step": policy.version}
+        self._rows += [{**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value} for one in values]
         self._steps += 1
         if self._steps >= self._steps_per_part:
             self.flush()

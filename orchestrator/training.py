@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from actors.ports import TrainerPort
@@ -49,6 +49,8 @@ class StepDone:
     report: StepReport
     facts: StepFacts
     phases: StepPhases = field(default_factory=StepPhases)
+    checkpointed: bool = False
+    """A checkpoint holds it: no resume takes it back, unless from an older one."""
 
 
 class Checkpoints(Protocol):
@@ -119,6 +121,7 @@ class Training:
                 begun = time.monotonic()
                 await self._checkpoint()
                 phases.checkpoint_s = time.monotonic() - begun
+                done = replace(done, checkpointed=True)
             self._book.progress.beat()
             self.on_step(done)
         if self._saved != self.policy:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrator.doctor.record import Record, RunEvent, record_of_rows
 from orchestrator.metrics import COLUMNS
+from orchestrator.reading.record import Record, RunEvent, record_of_rows
 
 ETERNAL = "f" * 64
 """Fingerprint of the evaluations of one configuration."""

@@ -46,8 +46,8 @@ def plant_histograms(run: RunDir, seed: int = 0) -> None:
     counted.add("concord_token_staleness_steps", by_bucket("concord_token_staleness_steps", ages))
     for part, values in (("total", engine + stale), ("engine", engine), ("stale", stale)):
         counted.add("concord_log_ratio_nats", by_bucket("concord_log_ratio_nats", values), part)
-    recorder = HistogramRecorder(run.histograms, counted)
-    recorder.add(12)
+    recorder = HistogramRecorder(run.histograms, counted, PolicyVersion(1, 0))
+    recorder.add(PolicyVersion(1, 12))
     recorder.flush()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from orchestrator.doctor.diagnosis import diagnose
-from orchestrator.doctor.reader import RunReader
 from orchestrator.doctor.show import as_json, show
+from orchestrator.reading.reader import RunReader
 
 INTERVAL_S = 5.0
 """Between two looks at a run that goes on."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from orchestrator.doctor.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.record import Record
 from orchestrator.doctor.rules_data import (
     duplicate_prompts,
     easy_prompts,
@@ -32,6 +31,7 @@ from orchestrator.doctor.rules_system import (
     stale_work,
     worker_lost,
 )
+from orchestrator.reading.record import Record
 
 Rule = Callable[[Record], Finding | None]
 

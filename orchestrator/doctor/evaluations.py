@@ -5,8 +5,8 @@ from itertools import groupby
 
 import numpy as np
 
-from orchestrator.doctor.record import Record, RunEvent, Values
 from orchestrator.doctor.trends import Change, fitted_change, level
+from orchestrator.reading.record import Record, RunEvent, Values
 
 KIND = "evaluation"
 LEAST_ERROR = 0.02

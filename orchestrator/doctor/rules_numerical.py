@@ -4,8 +4,8 @@ import numpy as np
 
 from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.record import Record, Values
 from orchestrator.doctor.trends import level, share
+from orchestrator.reading.record import Record, Values
 
 RECENT = 50
 """Rows in which a single event still counts."""

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.record import Record, RunEvent
 from orchestrator.doctor.rules_data import failures
 from orchestrator.doctor.trends import level, share, since
+from orchestrator.reading.record import Record, RunEvent
 
 WINDOW = 10
 PERSISTENCE = 0.8

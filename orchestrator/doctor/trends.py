@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.doctor.record import Values
+from orchestrator.reading.record import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

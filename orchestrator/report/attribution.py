@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from orchestrator.layers import LAYERS
 from orchestrator.report.drawing import INK, Figure, Trace, axis, layout_of, plain
-from orchestrator.report.record import RunEvent
+from orchestrator.report.record import PlacedEvent
 
 UNKNOWN = "unknown"
 SUFFIX = "_nats"
@@ -24,7 +24,7 @@ class Attributed:
     unknown: float
 
 
-def attributed(findings: Sequence[RunEvent]) -> list[Attributed]:
+def attributed(findings: Sequence[PlacedEvent]) -> list[Attributed]:
     """Of each replica the finding with the largest gap that has parts."""
     worst: dict[str, Attributed] = {}
     for event in findings:

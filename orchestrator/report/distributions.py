@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.histogram_parts import Histograms
 from orchestrator.layers import LAYERS
+from orchestrator.reading.histograms import Histograms
 from orchestrator.report.drawing import Figure, Trace, axis, layout_of, numbers
 
 STALENESS = "token_staleness_steps"

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.reader import RunReader
 from orchestrator.doctor.show import evidence_text
 from orchestrator.layers import LAYERS
+from orchestrator.reading.record import Record
 from orchestrator.report.drawing import shown
 from orchestrator.report.page import Card, Section, TokenInContext, table_of
-from rollout.errors import UserError
 from rollout.weights import PolicyVersion
 
 MOST_CULPRITS = 20
@@ -21,15 +20,10 @@ MOST_SEARCHES = 50
 """Rows of the table, the newest."""
 
 
-def findings_section(path: Path) -> Section:
+def findings_section(record: Record) -> Section:
     """The doctor's answer to the run as it is on disk."""
-    title = "Findings"
-    try:
-        record, _ = RunReader(path).read()
-    except UserError as error:
-        return Section(key="findings", title=title, intro=f"The doctor cannot read this run: {error}")
     found = diagnose(record)
-    return Section(key="findings", title=title, intro=_summary(found), cards=tuple(_finding(finding) for finding in found.findings))
+    return Section(key="findings", title="Findings", intro=_summary(found), cards=tuple(_finding(finding) for finding in found.findings))
 
 
 def _summary(found: Diagnosis) -> str:

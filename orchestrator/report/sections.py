@@ -1,6 +1,6 @@
 """What a report says, section by section, from a run's record."""
 
-from orchestrator.histogram_parts import Histograms
+from orchestrator.reading.histograms import Histograms
 from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
@@ -20,7 +20,7 @@ def page_of(record: RunRecord) -> Page:
         tiles=_tiles(record),
         notes=record.notes,
         rows=(
-            (findings_section(record.path),),
+            (findings_section(record.rows),),
             (timeline_section(record),),
             (staleness_section(record.histograms, record.config.staleness.max_staleness), ratio_section(record)),
             (attribution_section(record), gradloc_section(RunDir(record.path).gradloc)),
@@ -43,16 +43,16 @@ def _tiles(record: RunRecord) -> tuple[Tile, ...]:
     rows, counts = record.rows, record.counts
     if not len(rows):
         return (Tile("steps", f"0 of {record.config.run.steps}"),)
-    seconds = float(rows["step_seconds"].sum())
-    tokens = float((rows["tokens_per_second"] * rows["step_seconds"]).sum())
+    seconds = float(rows.column("step_seconds").sum())
+    tokens = float((rows.column("tokens_per_second") * rows.column("step_seconds")).sum())
     return (
         Tile("steps", f"{rows.last_step} of {record.config.run.steps}"),
-        Tile("reward, first step and last ten", f"{rows['reward_mean'][0]:.3g} → {rows['reward_moving_10'][-1]:.3g}"),
+        Tile("reward, first step and last ten", f"{rows.column('reward_mean')[0]:.3g} → {rows.column('reward_moving_10')[-1]:.3g}"),
         Tile("trained tokens a second", f"{tokens / seconds:,.0f}"),
         Tile("time in steps", _duration(seconds)),
-        Tile("oldest trained token, steps", f"{rows['token_staleness_max'].max():.0f}"),
-        Tile("engines busy", f"{rows['engine_busy'][-1]:.0%}"),
-        Tile("trainer busy", f"{rows['trainer_busy'][-1]:.0%}"),
+        Tile("oldest trained token, steps", f"{rows.column('token_staleness_max').max():.0f}"),
+        Tile("engines busy", f"{rows.column('engine_busy')[-1]:.0%}"),
+        Tile("trainer busy", f"{rows.column('trainer_busy')[-1]:.0%}"),
         *((Tile("dispatches", f"{counts.total:,}"),) if counts is not None else ()),
     )
 
@@ -111,7 +111,7 @@ def attribution_section(record: RunRecord) -> Section:
         return Section(key="attribution", title=title, intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.")
     if record.config.consistency.mode == "off":
         return Section(key="attribution", title=title, intro="The consistency service was off: nothing was recomputed, so nothing can be said.")
-    audited = record.rows["consistency_audited_groups"][-1] if len(record.rows) else 0
+    audited = record.rows.column("consistency_audited_groups")[-1] if len(record.rows) else 0
     return Section(key="attribution", title=title, intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.")
 
 
@@ -121,7 +121,7 @@ def phases_section(record: RunRecord) -> Section:
     if figure is None:
         return Section(key="phases", title="Phases of a step", intro="No step is on disk yet.")
     rows = record.rows
-    share = float(rows["step_wait_seconds"].sum() / rows["step_seconds"].sum())
+    share = float(rows.column("step_wait_seconds").sum() / rows.column("step_seconds").sum())
     intro = f"The trainer waited for a batch in {share:.0%} of the time: much of it means that the engines are the bottleneck."
     return Section(key="phases", title="Phases of a step", intro=intro, figures=(figure,))
 
@@ -136,5 +136,3 @@ def dispatches_section(record: RunRecord) -> Section:
     intro = f"{total:,} dispatches = {' + '.join(f'{each.groups:,} {each.name}' for each in found)}. Each ends once."
     rows = [(each.name, f"{each.groups:,}", f"{each.groups / total:.1%}" if total else "") for each in found]
     return Section(key="dispatches", title=title, intro=intro, figures=(endings_figure(found),), table=table_of(("ending", "groups", "share"), rows))
-
-

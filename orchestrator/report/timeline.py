@@ -7,9 +7,9 @@ from itertools import groupby
 import numpy as np
 
 from orchestrator.layers import LAYERS
-from orchestrator.metric_parts import MetricRows
+from orchestrator.reading.record import Record
 from orchestrator.report.drawing import PALE_INK, Figure, Series, Trace, axis, bin_size, caption, fields_text, layout_of, numbers, plain, thinned
-from orchestrator.report.record import RunEvent, RunRecord
+from orchestrator.report.record import PlacedEvent, RunRecord
 from rollout.store.journal import EventKind
 
 MOST_LINES = 60
@@ -56,7 +56,7 @@ def timeline(record: RunRecord) -> Figure:
     """The figure; with no steps on disk its panels are empty."""
     rows = record.rows
     size = bin_size(len(rows))
-    steps = thinned(rows["step"], size, lambda block: float(block[-1]))
+    steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
     traces: list[Trace] = []
     axes: dict[str, object] = {}
     captions: list[dict[str, object]] = []
@@ -69,8 +69,8 @@ def timeline(record: RunRecord) -> Figure:
     marks = marks_of(record)
     traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_diamonds(marks), *_scores(record.events_of("evaluation"))]
     strip = {"domain": [0.0, 0.05], "tickvals": [0, 1], "ticktext": ["versions", "events"], "range": [-0.6, 1.6], "showgrid": False, "fixedrange": True}
-    first = float(rows["step"][0]) if len(rows) else 0.0
-    reach = max([float(rows.last_step), 1.0, *(event.step for event in record.events)])
+    first = float(rows.column("step")[0]) if len(rows) else 0.0
+    reach = max([float(rows.last_step), 1.0, *(event.place for event in record.events)])
     layout = layout_of(
         760,
         **axes,
@@ -83,8 +83,8 @@ def timeline(record: RunRecord) -> Figure:
     return Figure(key="timeline", traces=traces, layout=layout)
 
 
-def _values(rows: MetricRows, curve: Curve, size: int) -> Series:
-    return thinned(rows[curve.column], size, lambda block: float(block.max() if curve.largest else block.mean()))
+def _values(rows: Record, curve: Curve, size: int) -> Series:
+    return thinned(rows.column(curve.column), size, lambda block: float(block.max() if curve.largest else block.mean()))
 
 
 def _curve(curve: Curve, colour: str, steps: Series, values: Series, y: str) -> Trace:
@@ -101,39 +101,39 @@ def _curve(curve: Curve, colour: str, steps: Series, values: Series, y: str) -> 
     }
 
 
-def _scale(rows: MetricRows, panel: Panel) -> dict[str, object]:
-    values = np.concatenate([rows[curve.column] for curve in panel.curves])
+def _scale(rows: Record, panel: Panel) -> dict[str, object]:
+    values = np.concatenate([rows.column(curve.column) for curve in panel.curves])
     positive = values[np.isfinite(values) & (values > 0)]
     wide = len(panel.curves) == 1 and len(positive) and positive.max() > LOG_SPAN * np.median(positive)
     return {"type": "log"} if wide else {"rangemode": "tozero"}
 
 
-def marks_of(record: RunRecord) -> list[RunEvent]:
+def marks_of(record: RunRecord) -> list[PlacedEvent]:
     """Events that are drawn as marks. Scores of evaluations are points of the first panel instead."""
     return [event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_start(event)]
 
 
-def _is_start(event: RunEvent) -> bool:
+def _is_start(event: PlacedEvent) -> bool:
     """The opening of a run is no event to look at; that of a resume is."""
     return event.kind == EventKind.EPOCH_OPENED and event.fields.get("trainer_epoch") == 1
 
 
-def label_of(event: RunEvent) -> str:
+def label_of(event: PlacedEvent) -> str:
     """The kind, in words."""
     return "resumed" if event.kind == EventKind.EPOCH_OPENED else event.kind.replace("_", " ")
 
 
-def layer_of(event: RunEvent) -> int:
+def layer_of(event: PlacedEvent) -> int:
     """Where to look first."""
     told = event.fields.get("layer", event.fields.get("diagnosis_layer"))
     return told if isinstance(told, int) and told in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
 
 
-def _versions(events: Sequence[RunEvent]) -> Trace:
+def _versions(events: Sequence[PlacedEvent]) -> Trace:
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [round(event.step, 3) for event in events],
+        "x": [round(event.place, 3) for event in events],
         "y": [0] * len(events),
         "yaxis": "y5",
         "text": [f"{shown_policy(event)} is in the engines" for event in events],
@@ -142,18 +142,18 @@ def _versions(events: Sequence[RunEvent]) -> Trace:
     }
 
 
-def shown_policy(event: RunEvent) -> str:
+def shown_policy(event: PlacedEvent) -> str:
     """Of an event that names one."""
     return plain(str(event.fields.get("policy", "")))
 
 
-def _diamonds(events: Sequence[RunEvent]) -> list[Trace]:
+def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
     by_layer = {number: list(group) for number, group in groupby(sorted(events, key=layer_of), layer_of)}
     return [
         {
             "type": "scatter",
             "mode": "markers",
-            "x": [round(event.step, 3) for event in of_layer],
+            "x": [round(event.place, 3) for event in of_layer],
             "y": [1] * len(of_layer),
             "yaxis": "y5",
             "text": [_told(event) for event in of_layer],
@@ -164,16 +164,16 @@ def _diamonds(events: Sequence[RunEvent]) -> list[Trace]:
     ]
 
 
-def _told(event: RunEvent) -> str:
+def _told(event: PlacedEvent) -> str:
     text = plain(fields_text(event.fields))
     lines = [text[i : i + 60] for i in range(0, min(len(text), 240), 60)]
-    return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.step:.1f}", *lines])
+    return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.place:.1f}", *lines])
 
 
-def _scores(events: Sequence[RunEvent]) -> list[Trace]:
+def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
     """Evaluation scores as points of the first panel: one trace a fingerprint, and a line only between scores of the same one."""
     scored = [event for event in events if isinstance(event.fields.get("score"), int | float)]
-    by_print: dict[str, list[RunEvent]] = {}
+    by_print: dict[str, list[PlacedEvent]] = {}
     for event in scored:
         by_print.setdefault(str(event.fields.get("fingerprint", "")), []).append(event)
     symbols = ("circle", "square", "triangle-up", "cross", "x", "star")
@@ -182,7 +182,7 @@ def _scores(events: Sequence[RunEvent]) -> list[Trace]:
             "type": "scatter",
             "mode": "lines+markers",
             "name": "evaluation",
-            "x": [round(event.step, 3) for event in group],
+            "x": [round(event.place, 3) for event in group],
             "y": [event.fields["score"] for event in group],
             "yaxis": "y1",
             "text": [_told(event) for event in group],
@@ -194,9 +194,7 @@ def _scores(events: Sequence[RunEvent]) -> list[Trace]:
     ]
 
 
-def _line(event: RunEvent) -> dict[str, object]:
+def _line(event: PlacedEvent) -> dict[str, object]:
     style = {"color": LAYERS[layer_of(event)].colour, "width": 1, "dash": "dot"}
-    ends = {"x0": event.step, "x1": event.step, "y0": 0.06, "y1": 1.0}
+    ends = {"x0": event.place, "x1": event.place, "y0": 0.06, "y1": 1.0}
     return {"type": "line", "xref": "x", "yref": "paper", **ends, "line": style, "opacity": 0.45, "layer": "below"}
-
-

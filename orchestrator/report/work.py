@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.layers import LAYERS
-from orchestrator.metric_parts import MetricRows
+from orchestrator.reading.record import Record
 from orchestrator.report.drawing import INK, Figure, Series, Trace, axis, layout_of, numbers, thinned
 from rollout.dispatch import Counts
 
@@ -20,14 +20,14 @@ PHASES = (
 """Column between `step_` and `_seconds`, what the trainer does in it, and its colour. Waiting is pale: it is what is to be small."""
 
 
-def phases_figure(rows: MetricRows) -> Figure | None:
+def phases_figure(rows: Record) -> Figure | None:
     """Seconds of each step by phase; None without a step. Long runs share bars, each the mean of its steps."""
     if not len(rows):
         return None
     size = max(1, -(-len(rows) // MOST_BARS))
-    steps = thinned(rows["step"], size, lambda block: float(block[-1]))
-    seconds = [(name, colour, _mean(rows[f"step_{phase}_seconds"], size)) for phase, name, colour in PHASES]
-    rest = np.clip(_mean(rows["step_seconds"], size) - sum((values for _, _, values in seconds), np.zeros(len(steps))), 0.0, None)
+    steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
+    seconds = [(name, colour, _mean(rows.column(f"step_{phase}_seconds"), size)) for phase, name, colour in PHASES]
+    rest = np.clip(_mean(rows.column("step_seconds"), size) - sum((values for _, _, values in seconds), np.zeros(len(steps))), 0.0, None)
     traces = [_bars(name, colour, steps, values) for name, colour, values in (*seconds, ("between steps", "#f0b429", rest))]
     layout = layout_of(
         320,

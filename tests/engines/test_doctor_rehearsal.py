@@ -11,7 +11,7 @@ from local_run import drive_to_its_end
 from benchmarks.doctor_cases import CASES, document
 from orchestrator.config import parse_config
 from orchestrator.doctor.diagnosis import diagnose
-from orchestrator.doctor.reader import RunReader
+from orchestrator.reading.reader import RunReader
 from orchestrator.run_dir import create_run_dir
 from trainer.build import build_trainer
 from trainer.config import LocalModelConfig

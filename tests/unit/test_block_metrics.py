@@ -46,7 +46,7 @@ ROWS = [
 
 def rows_of(folder: Path) -> list[tuple[Any, ...]]:
     parts = sorted(folder.glob("*"), key=lambda path: int(path.stem.removeprefix("part-")))
-    return [tuple(row.values()) for part in parts for row in parquet.read_table(part).to_pylist()]
+    return [tuple(row.values())[1:] for part in parts for row in parquet.read_table(part).to_pylist()]
 
 
 def test_a_report_gives_one_value_a_block_and_signal_and_none_where_nothing_was_measured():
@@ -57,12 +57,12 @@ def test_a_report_gives_one_value_a_block_and_signal_and_none_where_nothing_was_
 def test_parts_hold_every_value_of_every_step_and_go_on_after_a_resume(tmp_path: Path):
     recorder = BlockRecorder(tmp_path, steps_per_part=2)
     for step in (1, 2, 3):
-        recorder.add(step, block_values(FULL))
+        recorder.add(PolicyVersion(1, step), block_values(FULL))
     assert rows_of(tmp_path) == [(step, *row) for step in (1, 2) for row in ROWS]
     recorder.flush()
     resumed = BlockRecorder(tmp_path)
-    resumed.add(4, block_values(FULL))
-    resumed.add(5, [])
+    resumed.add(PolicyVersion(2, 4), block_values(FULL))
+    resumed.add(PolicyVersion(2, 5), [])
     resumed.flush()
     resumed.flush()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["part-0.parquet", "part-1.parquet", "part-2.parquet"]
@@ -72,7 +72,7 @@ def test_parts_hold_every_value_of_every_step_and_go_on_after_a_resume(tmp_path:
 @pytest.mark.parametrize(("signal", "head"), [("block_mood", None), ("block_grad_norm", 1), ("block_max_attention_logit", None)])
 def test_a_value_that_is_not_declared_with_these_labels_is_refused(tmp_path: Path, signal: str, head: int | None):
     with pytest.raises(ConcordError, match=r"see orchestrator/metrics\.py"):
-        BlockRecorder(tmp_path).add(1, [BlockValue(signal=signal, block="a", value=1.0, head=head)])
+        BlockRecorder(tmp_path).add(PolicyVersion(1, 1), [BlockValue(signal=signal, block="a", value=1.0, head=head)])
 
 
 class Measuring(ScriptedTrainer):

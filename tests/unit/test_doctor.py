@@ -9,7 +9,7 @@ from doctor_runs import MadeUpRun, healthy, rescore
 from orchestrator.doctor.causes import ADVICE, LAYER, LAYER_3_TOOLS, Cause
 from orchestrator.doctor.diagnosis import RULES, diagnose
 from orchestrator.doctor.findings import Severity
-from orchestrator.doctor.record import record_of_rows
+from orchestrator.reading.record import record_of_rows
 from rollout.errors import ConcordError
 
 SEEDS = range(5)

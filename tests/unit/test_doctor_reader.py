@@ -15,24 +15,26 @@ from orchestrator.cli import app
 from orchestrator.config import RunConfig
 from orchestrator.doctor.command import examine
 from orchestrator.doctor.diagnosis import diagnose
-from orchestrator.doctor.reader import RunReader
+from orchestrator.reading.reader import RunReader
 from orchestrator.recorder import BlockRecorder, MetricsRecorder
 from orchestrator.run_dir import RunDir, create_run_dir
 from rollout.errors import UserError
 from rollout.store.schema import FILE_NAME, open_for_writing
+from rollout.weights import PolicyVersion
 
 
 class Written:
     """A run directory with the rows of a made-up run."""
 
     def __init__(self, tmp_path: Path, run: MadeUpRun) -> None:
-        self.run_dir: RunDir = create_run_dir(RunConfig.model_validate({"run": {"dir": str(tmp_path), "name": "run"}}), "run")
+        self.run_dir: RunDir = create_run_dir(RunConfig.model_validate({"run": {"dir": str(tmp_path), "name": "run", "steps": 120}}), "run")
         open_for_writing(self.run_dir.path / FILE_NAME, "process").close()
         self.number = 0
         self.made = run
         self.recorder = MetricsRecorder(self.run_dir.metrics)
 
     def rows(self, first: int, last: int) -> None:
+        self.version = last
         for row in self.made.rows[first:last]:
             self.event("step_committed", policy=f"e1-v{int(row['step'])}")
             self.recorder.add(row)
@@ -47,7 +49,7 @@ class Written:
             file.write(json.dumps(event) + "\n")
 
     def finish(self) -> None:
-        self.run_dir.summary.write_text("{}")
+        self.run_dir.summary.write_text(json.dumps({"version": self.version}))
 
     @property
     def path(self) -> Path:
@@ -90,7 +92,7 @@ def test_a_run_before_its_first_part_is_answered_in_part(written: Written):
     record, partial = RunReader(written.path).read()
     assert diagnose(record).findings == ()
     assert any("no metric part" in one for one in partial)
-    assert any("no events.jsonl" in one for one in partial)
+    assert any("events.jsonl is missing" in one for one in partial)
 
 
 def test_a_second_look_reads_only_what_is_new(written: Written):
@@ -145,16 +147,56 @@ def test_steps_that_a_resume_took_back_do_not_count(written: Written):
     assert record.column("reward_mean")[40:].tolist() == [0.9, 0.9]
 
 
+def test_without_events_rows_tell_where_a_resume_took_over(written: Written):
+    for epoch, step in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 3)):
+        written.recorder.add({**written.made.rows[step - 1], "trainer_epoch": epoch, "loss": step + 10 * epoch})
+    written.recorder.flush()
+    record, _ = RunReader(written.path).read()
+    assert record.steps.tolist() == [1, 2, 3]
+    assert record.column("loss").tolist() == [11, 12, 23]
+
+
+def test_values_of_blocks_of_steps_that_a_resume_took_back_do_not_count(written: Written):
+    written.event("epoch_opened", trainer_epoch=1, resumed_version=0)
+    written.rows(0, 3)
+    blocks = BlockRecorder(written.run_dir.block_metrics)
+    for epoch, steps in ((1, (1, 2, 3)), (2, (2,))):
+        for step in steps:
+            blocks.add(PolicyVersion(epoch, step), [BlockValue(signal="block_grad_norm", block="head", value=step + 10.0 * epoch)])
+    blocks.flush()
+    written.event("epoch_opened", trainer_epoch=2, resumed_version=1)
+    written.recorder.add({**written.made.rows[1], "trainer_epoch": 2.0})
+    written.recorder.flush()
+    record, _ = RunReader(written.path).read()
+    assert record.of_blocks("block_grad_norm")["head"].tolist() == [11.0, 22.0]
+
+
+def test_what_was_scored_or_skipped_in_steps_that_a_resume_took_back_does_not_count(written: Written):
+    written.event("epoch_opened", trainer_epoch=1, resumed_version=0)
+    written.rows(0, 60)
+    written.event("evaluation", version=40, score=0.5)
+    written.event("evaluation", version=50, score=0.6)
+    written.event("step_skipped", step=55, reason="non-finite gradient")
+    written.event("epoch_opened", trainer_epoch=2, resumed_version=40)
+    written.event("evaluation", version=50, score=0.7)
+    record, _ = RunReader(written.path).read()
+    assert [event.number("score") for event in record.of_kind("evaluation")] == [0.5, 0.7]
+    assert record.of_kind("step_skipped") == []
+
+
 def test_an_event_without_its_fields_is_told_with_its_place(written: Written):
     written.line({"number": 1, "at_s": 0.0, "kind": "step_committed"})
-    with pytest.raises(UserError, match="damaged at byte 0"):
-        RunReader(written.path).read()
+    written.line({"number": 2, "at_s": 0.0, "kind": "worker_lost", "detail": "killed"})
+    record, partial = RunReader(written.path).read()
+    assert "1 line of events.jsonl cannot be read and is left out (the first at byte 0)" in partial
+    assert [event.kind for event in record.events] == ["worker_lost"]
 
 
 def test_values_of_blocks_are_read(written: Written):
     written.rows(0, 2)
     blocks = BlockRecorder(written.run_dir.block_metrics)
-    blocks.add(2, [BlockValue(signal="block_grad_norm", block="head", value=3.0), BlockValue(signal="block_max_attention_logit", block="a", head=0, value=1.0)])
+    of_head = BlockValue(signal="block_max_attention_logit", block="a", head=0, value=1.0)
+    blocks.add(PolicyVersion(1, 2), [BlockValue(signal="block_grad_norm", block="head", value=3.0), of_head])
     blocks.flush()
     found = RunReader(written.path).read()[0].of_blocks("block_grad_norm")
     assert {block: values.tolist()[1:] for block, values in found.items()} == {"head": [3.0]}
@@ -188,11 +230,13 @@ def test_columns_of_another_version_are_told_and_not_guessed(written: Written):
     assert any("reward_of_tomorrow" in one for one in partial)
 
 
-def test_a_damaged_part_is_named(written: Written):
+def test_a_damaged_part_is_named_and_the_rest_is_read(written: Written):
     written.rows(0, 2)
+    written.rows(2, 4)
     (written.run_dir.metrics / "part-0.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"part-0\.parquet cannot be read"):
-        RunReader(written.path).read()
+    record, partial = RunReader(written.path).read()
+    assert record.steps.tolist() == [3, 4]
+    assert any(one.startswith("metrics/part-0.parquet cannot be read, what it holds is missing") for one in partial)
 
 
 def test_the_command_answers_with_one_json_document(written: Written):

@@ -1,4 +1,4 @@
-"""What rules read of a run: columns by step, failures by reason, run events. Numpy only; where it comes from (files, a live loop) it never knows."""
+"""A run as series: columns by step, failures by reason, events. Numpy only; where it comes from (files, a live loop) it never knows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,10 @@ class RunEvent:
     kind: str
     step: int
     """The trainer's version when it happened."""
+    at_s: float = float("nan")
+    """Unix time; NaN where nobody asks."""
     fields: Mapping[str, object]
+    """What the kind adds; from a file without lists and objects."""
 
     def number(self, name: str) -> float:
         """A numeric field; NaN where it is missing or null."""
@@ -48,6 +51,9 @@ class Record:
     tallies: Mapping[str, Values] = field(default_factory=dict[str, Values])
     """[n] dispatches ended until the end of the step, by `failed:REASON` and `rejected:REASON`."""
     events: tuple[RunEvent, ...] = ()
+
+    def __len__(self) -> int:
+        return int(self.steps.size)
 
     def column(self, name: str) -> Values:
         """[n] a column of the catalogue; all NaN where this run has none.

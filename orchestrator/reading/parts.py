@@ -1,0 +1,64 @@
+"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told, and the rest is read."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+arrow: Any = pa
+parquet: Any = pq
+Column = NDArray[np.float64]
+
+
+def part_files(directory: Path) -> list[Path]:
+    """`part-N.parquet` in the order of N."""
+    return sorted(directory.glob("part-*.parquet"), key=lambda path: int(path.stem.removeprefix("part-")))
+
+
+class PartReader:
+    """One folder; `new` answers with what it has not answered with before."""
+
+    def __init__(self, directory: Path, needed: tuple[str, ...]) -> None:
+        """`needed`: columns without which a part says nothing."""
+        self._directory, self._needed = directory, needed
+        self._read: set[Path] = set()
+        self.notes: list[str] = []
+        """What could not be read, in words."""
+
+    def new(self) -> list[Any]:
+        """Arrow tables of the parts that are there since the last call, in order."""
+        found: list[Any] = []
+        for path in part_files(self._directory):
+            if path in self._read:
+                continue
+            self._read.add(path)
+            try:
+                table = parquet.read_table(path)
+            except (OSError, ValueError) as error:
+                self._left_out(path, str(error).partition("\n")[0])
+                continue
+            lacks = [name for name in self._needed if name not in table.column_names]
+            if lacks:
+                self._left_out(path, f"it has no column {', '.join(lacks)}, so another version of Concord wrote it")
+            else:
+                found.append(table)
+        return found
+
+    def _left_out(self, path: Path, reason: str) -> None:
+        self.notes.append(f"{path.parent.name}/{path.name} cannot be read, what it holds is missing: {reason}")
+
+
+def numbers(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table
+    """[rows] a column; NaN where it has none, or where there is no such column."""
+    if name not in table.column_names:
+        return np.full(int(table.num_rows), np.nan)
+    return np.asarray(table.column(name).cast(arrow.float64()).to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+def joined(parts: Sequence[Mapping[str, Column]], name: str) -> Column:
+    """A column of all parts, one after another."""
+    return np.concatenate([part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts]) if parts else np.empty(0)
