@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from trainer.optimizer import PolicyOptimizer
 from trainer.policy_loss import loss_tokens
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks, join_ranks, leave_ranks, shard_model
-from trainer.stability import GradLoc, GradLocConfig, StepData, micro_batch
+from trainer.stability import BackwardRecord, GradLoc, GradLocConfig, StepData, micro_batch
 from trainer.stability.blocks import named_blocks
 from trainer.stability.config import GivenTau
 from trainer.stability.gradloc import TermPlace
-from trainer.stability.part_norms import PartNorms
 from trainer.types import MicroBatch, OldLogprobSource
 
 LARGE: dict[str, Any] = {
@@ -73,29 +73,28 @@ class Step:
         model.checkpoint_activations()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model = shard_model(model, ranks, torch.bfloat16)
-        self.norms = PartNorms(self.model, ranks)
+        self.records = {"search": BackwardRecord(self.model, ranks), "search, no pulls": BackwardRecord(self.model, ranks, term_pulls=False)}
         self.optimizer = PolicyOptimizer(named_blocks(self.model), OptimizerConfig(learning_rate=1e-7), ranks, 1000)
         rng, mask = np.random.default_rng(0), np.tile(np.arange(width) >= width // 4, (rows, 1))
         drawn = [micro_batch(rng.integers(shape["vocab_size"], size=(rows, width)), mask, 1 / (4 * mask.sum())) for _ in range(4)]
         self.rows = on_policy(self.model, ranks, drawn)
         self.square = float(1 / (4 * mask.sum()))
 
-    def gradient(self, rows: tuple[MicroBatch, ...], *, norms: bool = True) -> float:
+    def gradient(self, rows: tuple[MicroBatch, ...], *records: BackwardRecord) -> float:
         """Forward, backward and the norm."""
         self.optimizer.zero()
         for number, micro in enumerate(rows):
             tokens = loss_tokens(micro, self.ranks.device)
             loss, _ = self.loss(self.model, tokens, 1.0, OldLogprobSource.ROLLOUT)
-            if norms:
-                with self.norms.recording(number):
-                    loss.backward()
-            else:
+            with ExitStack() as stack:
+                for record in records:
+                    stack.enter_context(record.recording(number))
                 loss.backward()
         return self.optimizer.measure().total
 
     def step(self) -> None:
         """The same and the update."""
-        self.gradient(self.rows, norms=False)
+        self.gradient(self.rows)
         self.optimizer.apply(1, self.optimizer.measure())
 
 
@@ -103,18 +102,18 @@ def measured(ranks: Ranks, shape: dict[str, Any], rows: int, width: int) -> dict
     """Everything, in one process."""
     at, timed = Step(ranks, shape, rows, width), Timed(ranks.device)
     usual = at.gradient(at.rows)
-    timed("gradient", lambda: at.gradient(at.rows, norms=False))
-    timed("gradient, with norms of parts", lambda: at.gradient(at.rows))
+    timed("gradient", lambda: at.gradient(at.rows))
+    timed("gradient, with norms of parts and pulls of terms", lambda: at.gradient(at.rows, at.records["search"]))
     timed("whole step", at.step)
     place = places(at.rows)[len(places(at.rows)) // 3]
     planted = plant(at.rows, place, SPIKE)
     config = GradLocConfig(threshold=GivenTau(tau=3 * usual / at.square**0.5))
     gradloc = GradLoc(config, at.model, at.loss, ranks, dtype=torch.bfloat16)
-    norm, data = at.gradient(planted), StepData(micro_batches=planted)
+    norm, data = at.gradient(planted, *at.records.values()), StepData(micro_batches=planted)
     suspect = TermPlace(micro_batch=place[0], row=place[1], position=place[2])
     reports: dict[str, Any] = {}
-    known: dict[str, Any] = {"part_norms": at.norms}
-    variants: dict[str, dict[str, Any]] = {"search": {}, "search, part norms": known, "right suspect": {**known, "suspects": [suspect]}}
+    variants: dict[str, dict[str, Any]] = {name: {"record": record} for name, record in at.records.items()}
+    variants |= {"search, no record": {}, "right suspect": {"record": at.records["search, no pulls"], "suspects": [suspect]}}
     for name, settings in variants.items():
 
         def search(name: str = name, settings: dict[str, Any] = settings) -> None:

@@ -19,10 +19,10 @@ from trainer.policy_loss import PolicyLoss, loss_tokens
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks, local_tensor, shard_model
 from trainer.stability import GradLoc, GradLocConfig, StepData
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.blocks import named_blocks
 from trainer.stability.config import GivenTau
 from trainer.stability.gradloc import TermPlace
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.step_watch import StepWatch
 from trainer.types import MicroBatch
 
@@ -39,9 +39,9 @@ def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8,
     """Searches over their own steps, wall clock and CPU seconds of all ranks: M micro-batches of 8 sequences of 512, a spike at a random place."""
     torch.set_num_threads(1)
     model, loss = small_model(ranks, **SHAPE), spiking_loss()
-    norms = PartNorms(model, ranks)
+    record, no_pulls = BackwardRecord(model, ranks), BackwardRecord(model, ranks, term_pulls=False)
     step = on_policy(model, ranks, random_step(ranks.rank, micro_batches=micro_batches, rows=rows, width=width, denominator=ranks.world))
-    ran = run_step(model, loss, ranks, step, norms)
+    ran = run_step(model, loss, ranks, step, record)
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     gradloc = GradLoc(GradLocConfig(threshold=GivenTau(tau=3 * ran.norm / square**0.5)), model, loss, ranks)
     rng, found = np.random.default_rng(0), dict[str, list[tuple[float, float, int]]]()
@@ -50,11 +50,15 @@ def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8,
         rank, every = int(rng.integers(ranks.world)), places(step)
         place = every[int(rng.random() * len(every))]
         mine = rank == ranks.rank
+        planted = plant(step, place, SPIKE) if mine else step
+        run_step(model, loss, ranks, planted, no_pulls)
         spent = _Spent(ranks)
-        ran = run_step(model, loss, ranks, plant(step, place, SPIKE) if mine else step, norms)
+        ran = run_step(model, loss, ranks, planted, record)
         steps.append(spent.so_far())
         suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])] if mine else []
-        variants: dict[str, dict[str, Any]] = {"search": {}, "search, part norms": {"part_norms": norms}, "right suspect": {"suspects": suspects}}
+        variants: dict[str, dict[str, Any]] = {
+            "search": {"record": record}, "search, no pulls": {"record": no_pulls}, "search, no record": {}, "right suspect": {"suspects": suspects}
+        }  # fmt: skip
         for name, settings in variants.items():
             spent = _Spent(ranks)
             report = gradloc.observe(ran.norm, ran.data, **settings)
@@ -87,19 +91,23 @@ def memory(ranks: Ranks) -> dict[str, Any]:
     """Peak resident memory of a search above that of its step, over the bytes of this rank's part of the gradient. The gradient outweighs all activations."""
     model, loss = small_model(ranks, vocab_size=65536, hidden_size=128, tie_word_embeddings=False), spiking_loss()
     step = on_policy(model, ranks, random_step(ranks.rank, rows=2, width=12, denominator=ranks.world))
-    ran = run_step(model, loss, ranks, step)
+    record = BackwardRecord(model, ranks)
+    ran = run_step(model, loss, ranks, step, record)
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     gradloc = GradLoc(GradLocConfig(threshold=GivenTau(tau=3 * ran.norm / square**0.5)), model, loss, ranks)
     planted = plant(step, places(step)[3], SPIKE) if ranks.rank == 0 else step
-    run_step(model, loss, ranks, planted)
+    run_step(model, loss, ranks, planted, record)
     with _PeakResident() as of_step:
-        ran = run_step(model, loss, ranks, planted)
-    with _PeakResident() as of_search:
-        report = gradloc.observe(ran.norm, ran.data)
-    if report is None or report.outcome != "located":
-        raise RuntimeError(f"the planted spike was not located: {report}")
+        ran = run_step(model, loss, ranks, planted, record)
     gradient = sum(local_tensor(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-    return {"search_peak_above_step_in_gradients": (of_search.bytes - of_step.bytes) / gradient, "gradient_mib": gradient / 2**20}
+    found: dict[str, Any] = {"gradient_mib": gradient / 2**20}
+    for name, known in (("search", record), ("search, no record", None)):
+        with _PeakResident() as of_search:
+            report = gradloc.observe(ran.norm, ran.data, record=known)
+        if report is None or report.outcome != "located":
+            raise RuntimeError(f"the planted spike was not located: {report}")
+        found[f"{name}: peak above step, in gradients"] = (of_search.bytes - of_step.bytes) / gradient
+    return found
 
 
 class _PeakResident:
@@ -126,18 +134,18 @@ class Watched:
     optimizer: PolicyOptimizer
     rows: Sequence[MicroBatch]
 
-    def step(self, watch: StepWatch, gradloc: GradLoc | None = None, norms: PartNorms | None = None) -> None:
+    def step(self, watch: StepWatch, gradloc: GradLoc | None = None, record: BackwardRecord | None = None) -> None:
         """As the trainer does it."""
         for number, micro in enumerate(self.rows):
             with ExitStack() as stack:
-                if norms is not None:
-                    stack.enter_context(norms.recording(number))
+                if record is not None:
+                    stack.enter_context(record.recording(number))
                 with watch.forward(micro):
                     loss, _ = self.loss(self.model, loss_tokens(micro, self.ranks.device), 1.0, StepData(micro_batches=()).source)
                 loss.backward()
         measured = self.optimizer.measure()
         if gradloc is not None:
-            gradloc.observe(measured.total, StepData(micro_batches=self.rows), part_norms=norms)
+            gradloc.observe(measured.total, StepData(micro_batches=self.rows), record=record)
         with watch.updating():
             applied = self.optimizer.apply(1, measured)
             watch.clip_heads(applied=applied.applied)
@@ -160,6 +168,7 @@ def watched(ranks: Ranks, kind: str) -> Watched:
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gradloc": ("dense", {}),
     "part_norms": ("dense", {}),
+    "term_pulls": ("dense", {}),
     "update_ratio": ("dense", {"probes": {"update_ratio": True}}),
     "activations": ("dense", {"probes": {"activations": True}}),
     "router_load": ("moe", {"probes": {"router_load": True}}),
@@ -177,8 +186,9 @@ def dormant(ranks: Ranks, pairs: int) -> dict[str, Any]:
         plain = StepWatch(TrainerConfig(), at.model, named_blocks(at.model), ranks)
         watch = StepWatch(TrainerConfig.model_validate(config), at.model, named_blocks(at.model), ranks)
         gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks) if name == "gradloc" else None
-        norms = PartNorms(at.model, ranks) if name == "part_norms" else None
-        found[name] = growth(lambda at=at, plain=plain: at.step(plain), lambda at=at, w=watch, g=gradloc, n=norms: at.step(w, g, n), pairs)
+        records = {one: one == name for one in ("part_norms", "term_pulls")}
+        record = BackwardRecord(at.model, ranks, **records) if any(records.values()) else None
+        found[name] = growth(lambda at=at, plain=plain: at.step(plain), lambda at=at, w=watch, g=gradloc, r=record: at.step(w, g, r), pairs)
     return found
 
 

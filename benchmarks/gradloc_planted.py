@@ -19,9 +19,9 @@ from trainer.policy_loss import PolicyLoss, loss_tokens
 from trainer.policy_model import PolicyModel
 from trainer.protocols import LossInputs
 from trainer.ranks import Ranks, reshard, shard_model
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.blocks import block_norms, gradients_of, named_blocks
 from trainer.stability.gradient_probe import StepData, TokenLoss
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.random_states import RandomState
 from trainer.types import MicroBatch
 
@@ -128,14 +128,14 @@ class Ran:
     weight_square: float
 
 
-def run_step(model: PolicyModel, loss: TokenLoss, ranks: Ranks, micro_batches: Sequence[MicroBatch], norms: PartNorms | None = None) -> Ran:
-    """Forward and backward of a whole step; `.grad` holds the sum, and `norms` has those of its micro-batches."""
+def run_step(model: PolicyModel, loss: TokenLoss, ranks: Ranks, micro_batches: Sequence[MicroBatch], record: BackwardRecord | None = None) -> Ran:
+    """Forward and backward of a whole step; `.grad` holds the sum, and `record` what backward told."""
     model.zero_grad(set_to_none=True)
     data = StepData(micro_batches=micro_batches)
     states: list[RandomState] = []
     for number, micro in enumerate(micro_batches):
         states.append(RandomState.take(ranks.device))
-        with nullcontext() if norms is None else norms.recording(number):
+        with nullcontext() if record is None else record.recording(number):
             loss(model, loss_tokens(micro, ranks.device), data.temperature, data.source)[0].backward()
     of_blocks = block_norms(gradients_of(named_blocks(model)), ranks.device)
     square = sum(float(np.square(micro.token_weights)[:, None].repeat(micro.loss_mask.shape[1], 1)[micro.loss_mask].sum()) for micro in micro_batches)

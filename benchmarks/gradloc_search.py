@@ -15,9 +15,9 @@ from trainer.policy_loss import PolicyLoss
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.stability import GradLoc, GradLocConfig, GradLocReport
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.config import GivenTau
 from trainer.stability.gradloc import TermPlace
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.thresholds import published_passes
 from trainer.types import MicroBatch
 
@@ -35,7 +35,8 @@ class Room:
     ranks: Ranks
     model: PolicyModel
     loss: PolicyLoss
-    norms: PartNorms
+    records: dict[str, BackwardRecord]
+    """Of what backward tells: all of it, or without the pulls of terms."""
     rng: np.random.Generator
     """The same on all ranks."""
     micro_batches: int
@@ -60,7 +61,8 @@ def room(ranks: Ranks, moe: bool, micro_batches: int, seed: int) -> Room:
     torch.set_num_threads(1)
     model = small_model(ranks, moe=moe)
     rng = np.random.default_rng((seed, moe, micro_batches, ranks.world))
-    return Room(ranks=ranks, model=model, loss=spiking_loss(), norms=PartNorms(model, ranks), rng=rng, micro_batches=micro_batches)
+    records = {"savings": BackwardRecord(model, ranks), "no pulls": BackwardRecord(model, ranks, term_pulls=False)}
+    return Room(ranks=ranks, model=model, loss=spiking_loss(), records=records, rng=rng, micro_batches=micro_batches)
 
 
 def healthy_steps(at: Room) -> Iterator[Step]:
@@ -101,13 +103,15 @@ def planted(at: Room, step: Step, rows: Sequence[MicroBatch], where: Spot) -> tu
     return plant(rows, place, size * step.threshold / norm) if rank == at.ranks.rank else tuple(rows)
 
 
-def searched(at: Room, step: Step, rows: Sequence[MicroBatch], *, savings: bool = True, suspects: Sequence[Spot] = ()) -> GradLocReport | None:
-    """One step on `rows` and what a search finds in it."""
+def searched(at: Room, step: Step, rows: Sequence[MicroBatch], *, record: str = "savings", suspects: Sequence[Spot] = ()) -> GradLocReport | None:
+    """One step on `rows` and what a search finds in it, with the record of this name; without any, every other saving is off too."""
+    kept = at.records.get(record)
+    savings = kept is not None
     config = GradLocConfig(threshold=GivenTau(tau=step.tau), budget_passes=200, subtract=savings, cut_sequences=savings)
     gradloc = GradLoc(config, at.model, at.loss, at.ranks)
-    ran = run_step(at.model, at.loss, at.ranks, rows, at.norms)
+    ran = run_step(at.model, at.loss, at.ranks, rows, kept)
     mine = [TermPlace(micro_batch=m, row=r, position=p) for rank, (m, r, p) in suspects if rank == at.ranks.rank]
-    return gradloc.observe(ran.norm, ran.data, suspects=mine, part_norms=at.norms if savings else None)
+    return gradloc.observe(ran.norm, ran.data, suspects=mine, record=kept)
 
 
 def exact(at: Room, report: GradLocReport | None, spots: Sequence[Spot]) -> bool:
@@ -150,18 +154,18 @@ def miss(case: int, report: GradLocReport | None, spots: Sequence[Spot], at: Roo
 
 
 def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
-    """One spike a step; every fifth also without savings and with a right suspect."""
+    """One spike a step, found with the pulls of terms and without; every fifth also without any saving and with a right suspect."""
     at, seen = room(ranks, moe, micro_batches, seed), Counter[str]()
-    over: dict[str, list[int]] = {"savings": [], "published": [], "suspect": []}
+    over: dict[str, list[int]] = {"savings": [], "no pulls": [], "published": [], "suspect": []}
     misses: list[dict[str, Any]] = []
     for case, step in zip(range(count), healthy_steps(at), strict=False):
         where = spot(at, step)
         rows = planted(at, step, step.rows, where)
         levels = math.ceil(math.log2(step.longest))
-        tries = [("savings", {}, levels + 2)]
+        tries: list[tuple[str, dict[str, Any], int]] = [("savings", {}, 2), ("no pulls", {"record": "no pulls"}, levels + 2)]
         if case % 5 == 0:
-            tries.append(("published", {"savings": False}, published_passes(micro_batches, ranks.world, step.longest) + 1))
-            tries.append(("suspect", {"suspects": [where]}, 2))
+            tries.append(("published", {"record": "none"}, published_passes(micro_batches, ranks.world, step.longest) + 1))
+            tries.append(("suspect", {"record": "no pulls", "suspects": [where]}, 2))
         for name, settings, bound in tries:
             report = searched(at, step, rows, **settings)
             right = exact(at, report, [where])
@@ -174,20 +178,22 @@ def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed:
 
 def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
     """Two spikes a step, anywhere."""
-    at, seen, over = room(ranks, moe, micro_batches, seed), Counter[str](cases=0, exact=0), list[int]()
+    at, seen = room(ranks, moe, micro_batches, seed), Counter[str]()
+    over: dict[str, list[int]] = {"savings": [], "no pulls": []}
     misses: list[dict[str, Any]] = []
     for case, step in zip(range(count), healthy_steps(at), strict=False):
         first, second = spot(at, step), spot(at, step)
         while first == second:
             second = spot(at, step)
         rows = planted(at, step, planted(at, step, step.rows, first), second)
-        report = searched(at, step, rows)
-        seen["cases"] += 1
-        right = exact(at, report, [first, second])
-        seen["exact"] += right
-        misses += [] if right else [miss(case, report, [first, second], at)]
-        over.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
-    return {**seen, "passes over the bound, at most": max(over), "misses": misses}
+        for name, each in over.items():
+            report = searched(at, step, rows, record=name)
+            right = exact(at, report, [first, second])
+            seen[f"{name} cases"] += 1
+            seen[f"{name} exact"] += right
+            misses += [] if right else [miss(case, report, [first, second], at)]
+            each.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
+    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items()}, "misses": misses}
 
 
 def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:

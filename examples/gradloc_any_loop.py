@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.policy_model import PolicyModel
 from trainer.ranks import sum_gradients
-from trainer.stability import CalibratedTau, GradLoc, GradLocConfig, StepData, SumOfTerms, micro_batch, ranks_of
+from trainer.stability import BackwardRecord, CalibratedTau, GradLoc, GradLocConfig, StepData, SumOfTerms, micro_batch, ranks_of
 
 ROWS, WIDTH, VOCABULARY = 4, 32, 64
 dist.init_process_group("gloo", **({} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))
@@ -19,7 +19,7 @@ model = PolicyModel(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **shape)
 for unit in (*model.blocks(), model):
     fully_shard(unit, mesh=ranks.mesh)
 sum_gradients(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer, record = torch.optim.AdamW(model.parameters(), lr=1e-3), BackwardRecord(model, ranks)
 loss = SumOfTerms(lambda logprobs, tokens: -torch.exp(logprobs - tokens.old_logprobs) * tokens.advantages)
 gradloc = GradLoc(GradLocConfig(threshold=CalibratedTau(warmup_steps=5)), model, loss, ranks)
 for step in range(8):
@@ -29,10 +29,11 @@ for step in range(8):
         old[1, 2, 17] -= 10.0  # planted: a log-prob that is 10 nats off makes a ratio of 22,000
     mask = np.tile(np.arange(WIDTH) > 0, (ROWS, 1))
     batches = [micro_batch(ids[m], mask, 1 / (2 * mask.sum() * ranks.world), old_logprobs=old[m]) for m in range(2)]
-    for micro in batches:
-        loss.of(model, micro).backward()
+    for number, micro in enumerate(batches):
+        with record.recording(number):
+            loss.of(model, micro).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor().item()
-    report = gradloc.observe(norm, StepData(micro_batches=batches))
+    report = gradloc.observe(norm, StepData(micro_batches=batches), record=record)
     print(f"rank {ranks.rank} step {step}: norm {norm:.3g}", f"{report.outcome}: {report.hits}" if report else "")
     if report is None:  # a real loop acts on report.outcome
         optimizer.step()

@@ -77,14 +77,21 @@ class TermsProbe:
         self._last = (terms, self.vectors[terms].sum(axis=0))
         return float(np.linalg.norm(self._last[1].astype(np.float64)))
 
+    def rest_cost(self, terms: Terms) -> int:
+        return 0 if self._measured_last(terms) else self.cost(terms)
+
     def rest(self, terms: Terms) -> float:
-        self.norm(terms)
+        if not self._measured_last(terms):
+            self.norm(terms)
         assert self._last is not None
         return float(np.linalg.norm((self.vectors.sum(axis=0) - self._last[1]).astype(np.float64)))
 
     def holds(self, terms: Terms) -> bool:
         kept = [kept[0] for kept in (self._held, self._last) if kept is not None]
         return terms.size == len(self.vectors) or any(np.array_equal(terms, one) for one in kept)
+
+    def _measured_last(self, terms: Terms) -> bool:
+        return self._last is not None and np.array_equal(self._last[0], terms)
 
     def hold(self, terms: Terms) -> None:
         if self._held is not None and np.array_equal(self._held[0], terms):

@@ -16,8 +16,8 @@ from trainer.config import TrainerConfig
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks, join_ranks, leave_ranks
 from trainer.stability import GradLoc, GradLocReport
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.config import GivenTau, GradLocConfig
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
 
@@ -102,10 +102,11 @@ def two_ranks_know_the_norms_of_parts(rank: int, world: int, folder: Path) -> No
     """Each rank's part of each micro-batch has the norm that it has when the other rank's terms are not in the loss; a search uses them."""
     ranks = join_ranks(TrainerConfig(ranks=world), rank, f"file://{folder / 'rendezvous'}")
     model, loss = small_model(ranks), spiking_loss()
-    norms = PartNorms(model, ranks)
+    record = BackwardRecord(model, ranks, term_pulls=False)
     healthy = on_policy(model, ranks, random_step(rank, denominator=world))
-    ran = run_step(model, loss, ranks, healthy, norms)
-    measured = norms.values(len(healthy))
+    ran = run_step(model, loss, ranks, healthy, record)
+    measured = record.part_norms(len(healthy))
+    assert measured is not None
     for number, micro in enumerate(healthy):
         for one in range(world):
             part = micro if one == rank else without(micro)
@@ -113,8 +114,8 @@ def two_ranks_know_the_norms_of_parts(rank: int, world: int, folder: Path) -> No
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     gradloc = watching(model, ranks, 3 * ran.norm / square**0.5, loss)
     planted = plant(healthy, places(healthy)[11], 1e5) if rank == 1 else healthy
-    ran = run_step(model, loss, ranks, planted, norms)
-    report = gradloc.observe(ran.norm, ran.data, part_norms=norms)
+    ran = run_step(model, loss, ranks, planted, record)
+    report = gradloc.observe(ran.norm, ran.data, record=record)
     assert located(report) == [places(random_step(1))[11]] and report is not None and report.hits[0].rank == 1
     terms = max(int(micro.loss_mask.sum()) for r in range(world) for micro in random_step(r))
     assert report.passes <= int(np.ceil(np.log2(terms))) + 2
@@ -123,3 +124,19 @@ def two_ranks_know_the_norms_of_parts(rank: int, world: int, folder: Path) -> No
 
 def without(micro: MicroBatch) -> MicroBatch:
     return replace(micro, loss_mask=np.zeros_like(micro.loss_mask))
+
+
+def two_ranks_share_their_pulls(rank: int, world: int, folder: Path) -> None:
+    """A spike on the second rank is the first term that both look at."""
+    ranks = join_ranks(TrainerConfig(ranks=world), rank, f"file://{folder / 'rendezvous'}")
+    model, loss = small_model(ranks), spiking_loss()
+    record = BackwardRecord(model, ranks)
+    healthy = on_policy(model, ranks, random_step(rank, denominator=world))
+    ran = run_step(model, loss, ranks, healthy, record)
+    square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
+    gradloc = watching(model, ranks, 3 * ran.norm / square**0.5, loss)
+    planted = plant(healthy, places(healthy)[11], 1e5) if rank == 1 else healthy
+    ran = run_step(model, loss, ranks, planted, record)
+    report = gradloc.observe(ran.norm, ran.data, record=record)
+    assert located(report) == [places(random_step(1))[11]] and report is not None and report.hits[0].rank == 1 and report.passes <= 2
+    leave_ranks()

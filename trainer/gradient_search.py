@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -15,13 +15,13 @@ from trainer.consistency.evidence import AuditedGroup
 from trainer.optimizer import GradientNorms
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.block_history import BlockHistory
 from trainer.stability.config import GradLocConfig
 from trainer.stability.culprits import CulpritReader
 from trainer.stability.evidence import Acted, GradLocEvidence
 from trainer.stability.gradient_probe import Context, StepData, TokenLoss
 from trainer.stability.gradloc import GradLoc, GradLocReport, StepSigns, TermPlace, without_terms, without_trajectories
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.random_states import RandomState
 from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
@@ -58,13 +58,13 @@ class GradientSearch:
         """`loss` is what the step computes; forward and backward of a micro-batch run inside `context`, in `dtype`."""
         self._config, self._ranks, self._context = config, ranks, context
         self._gradloc = GradLoc(config, model, loss, ranks, dtype=dtype)
-        self._part_norms = PartNorms(model, ranks) if config.part_norms else None
+        self._record = BackwardRecord(model, ranks, part_norms=config.part_norms, term_pulls=config.term_pulls)
         self._blocks = BlockHistory()
         self._reader = CulpritReader(config, model, ranks, self._blocks, context)
 
     def backward(self, micro_batch: int) -> AbstractContextManager[None]:
         """The backward pass of this micro-batch of an attempt runs inside."""
-        return nullcontext() if self._part_norms is None else self._part_norms.recording(micro_batch)
+        return self._record.recording(micro_batch)
 
     def look(self, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup], smallest_scale: float) -> Found | None:
         """Search the attempt if something asks for it. Collective; gradients and random state stay as they are, bit for bit.
@@ -88,7 +88,7 @@ class GradientSearch:
             num_suspects=sum(len(positions) for positions in suspects.values()),
         )
         places = _places(attempt.micro_batches, suspects)
-        report = self._gradloc.observe(attempt.norms.total, data, suspects=places, part_norms=self._part_norms, signs=signs)
+        report = self._gradloc.observe(attempt.norms.total, data, suspects=places, record=self._record, signs=signs)
         if report is None:
             return None
         culprits = self._reader.read(report.hits, batch, audited)

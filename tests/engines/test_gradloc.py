@@ -22,10 +22,10 @@ from trainer.policy_model import PolicyModel
 from trainer.protocols import LossInputs
 from trainer.ranks import Ranks, local_tensor
 from trainer.stability import GradLoc
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import StepData
 from trainer.stability.gradloc import StepSigns, TermPlace, without_terms
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import Outcome
 from trainer.stability.spent_passes import WINDOW_STEPS
 from trainer.types import MicroBatch
@@ -114,18 +114,18 @@ def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: Polic
     )
     assert located(searched) == located(suspected) == located(misled) == [right]
     assert searched is not None and suspected is not None and misled is not None
-    assert suspected.passes == 2 and misled.passes == searched.passes + 1
+    assert suspected.passes == 1 and misled.passes == searched.passes + 1
 
 
 def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(alone: Ranks, healthy: tuple[MicroBatch, ...]):
     model, loss = small_model(alone, dtype=torch.bfloat16), spiking_loss()
-    norms = PartNorms(model, alone)
-    usual, place = run_step(model, loss, alone, healthy, norms), places(healthy)[30]
-    ran = run_step(model, loss, alone, plant(healthy, place, 1e5), norms)
+    record = BackwardRecord(model, alone)
+    usual, place = run_step(model, loss, alone, healthy, record), places(healthy)[30]
+    ran = run_step(model, loss, alone, plant(healthy, place, 1e5), record)
     assert ran.norm > 2000 * usual.norm
     suspect = TermPlace(micro_batch=place[0], row=place[1], position=place[2])
     gradloc = watching(model, alone, tau_of(usual, 10.0), loss, dtype=torch.bfloat16)
-    report = gradloc.observe(ran.norm, ran.data, suspects=[suspect], part_norms=norms)
+    report = gradloc.observe(ran.norm, ran.data, suspects=[suspect], record=record)
     assert located(report) == [place] and report is not None and report.passes == 2
 
 
@@ -222,7 +222,7 @@ def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyMod
     loss = spiking_loss()
     place = places(healthy)[8]
     ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
-    gradloc = watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=3)
+    gradloc = watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=2)
     suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])]
     reports = [gradloc.observe(ran.norm, ran.data, suspects=suspects) for _ in range(4)]
     assert [report is not None and report.trigger for report in reports] == ["suspects", "suspects", False, False]

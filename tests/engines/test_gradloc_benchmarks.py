@@ -24,17 +24,18 @@ def answer(tmp_path: Path, *command: str) -> dict[str, Any]:
 def test_the_gpu_script_finds_its_spike_on_a_small_model(tmp_path: Path):
     found = answer(tmp_path, "benchmarks/gpu_gradloc.py", "--small")
     assert {name: (one["outcome"], one["exact"]) for name, one in found["searches"].items()} == dict.fromkeys(found["searches"], ("located", True))
-    assert found["searches"]["search, part norms"]["passes"] < found["searches"]["search"]["passes"]
+    assert found["searches"]["search"]["passes"] == 2 < found["searches"]["search, no pulls"]["passes"] < found["searches"]["search, no record"]["passes"]
     assert found["searches"]["right suspect"]["passes"] == 2
 
 
 @pytest.mark.slow
 def test_a_few_cases_of_every_kind_come_out_right(tmp_path: Path):
     found = answer(tmp_path, "benchmarks/gradloc.py", "--only", "search", "--count", "40")["search"]
-    for name, bound in (("savings", 40), ("published", 8), ("suspect", 8)):
+    for name, bound in (("savings", 40), ("no pulls", 40), ("published", 8), ("suspect", 8)):
         assert found["single"][f"{name} exact"] == found["single"][f"{name} cases"] >= bound
         assert found["single"][f"{name} passes over the bound, at most"] <= 0
-    assert found["two"]["exact"] == found["two"]["cases"] >= 8
+    for name in ("savings", "no pulls"):
+        assert found["two"][f"{name} exact"] == found["two"][f"{name} cases"] >= 8
     assert found["healthy"]["located"] == found["diffuse"]["located"] == 0
     assert found["diffuse"]["cases"] >= 8
 

@@ -17,39 +17,47 @@ from gradloc_room import (
     two_ranks_know_the_norms_of_parts,
     watching,
 )
+from numpy.typing import NDArray
 from trainer_room import run_ranks
 
 from rollout.errors import ConcordError
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.part_norms import PartNorms
 
 
 @pytest.fixture(scope="module")
-def watched(alone: Ranks) -> tuple[PolicyModel, PartNorms]:
+def watched(alone: Ranks) -> tuple[PolicyModel, BackwardRecord]:
     """A model whose first passes ran before and after its hooks."""
     model = small_model(alone)
     on_policy(model, alone, random_step(0))
-    return model, PartNorms(model, alone)
+    return model, BackwardRecord(model, alone, term_pulls=False)
 
 
-def test_norms_are_those_of_each_micro_batch_alone(alone: Ranks, watched: tuple[PolicyModel, PartNorms]):
-    model, norms = watched
+def norms_of(record: BackwardRecord, micro_batches: int) -> NDArray[np.float64]:
+    norms = record.part_norms(micro_batches)
+    assert norms is not None
+    return norms
+
+
+def test_norms_are_those_of_each_micro_batch_alone(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]):
+    model, record = watched
     step, loss = on_policy(model, alone, random_step(3, micro_batches=3)), spiking_loss()
     alone_norms = [run_step(model, loss, alone, [micro]).norm for micro in step]
-    run_step(model, loss, alone, step, norms)
-    assert norms.values(3).tolist() == [[pytest.approx(norm, rel=1e-5)] for norm in alone_norms]
-    run_step(model, loss, alone, step[2:], norms)
-    assert norms.values(3)[:, 0].tolist() == pytest.approx([alone_norms[2], *alone_norms[1:]], rel=1e-5)
+    run_step(model, loss, alone, step, record)
+    assert norms_of(record, 3).tolist() == [[pytest.approx(norm, rel=1e-5)] for norm in alone_norms]
+    run_step(model, loss, alone, step[2:], record)
+    assert norms_of(record, 3)[:, 0].tolist() == pytest.approx([alone_norms[2], *alone_norms[1:]], rel=1e-5)
 
 
-def test_passes_that_are_not_recorded_leave_the_norms_alone(alone: Ranks, watched: tuple[PolicyModel, PartNorms]):
-    model, norms = watched
+def test_passes_that_are_not_recorded_leave_the_norms_alone(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]):
+    model, record = watched
     step, loss = on_policy(model, alone, random_step(4)), spiking_loss()
-    run_step(model, loss, alone, step, norms)
-    before = norms.values(2)
+    run_step(model, loss, alone, step, record)
+    before = norms_of(record, 2)
     run_step(model, loss, alone, plant(step, places(step)[0], 1e6))
-    assert np.array_equal(norms.values(2), before)
+    assert np.array_equal(norms_of(record, 2), before)
 
 
 def test_a_micro_batch_without_a_recording_is_missed(alone: Ranks):
@@ -58,16 +66,16 @@ def test_a_micro_batch_without_a_recording_is_missed(alone: Ranks):
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_a_search_that_knows_them_needs_no_pass_over_micro_batches(alone: Ranks, watched: tuple[PolicyModel, PartNorms], micro_batches: int):
-    model, norms = watched
+def test_a_search_that_knows_them_needs_no_pass_over_micro_batches(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord], micro_batches: int):
+    model, record = watched
     step, loss = on_policy(model, alone, random_step(5, micro_batches=micro_batches)), spiking_loss()
     gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, step)), loss)
     levels = int(np.ceil(np.log2(max(int(micro.loss_mask.sum()) for micro in step))))
     rng = np.random.default_rng(6)
     every = places(step)
     for index in rng.integers(len(every), size=5):
-        ran = run_step(model, loss, alone, plant(step, every[index], 1e5), norms)
-        without, with_norms = gradloc.observe(ran.norm, ran.data), gradloc.observe(ran.norm, ran.data, part_norms=norms)
+        ran = run_step(model, loss, alone, plant(step, every[index], 1e5), record)
+        without, with_norms = gradloc.observe(ran.norm, ran.data), gradloc.observe(ran.norm, ran.data, record=record)
         assert located(without) == located(with_norms) == [every[index]]
         assert without is not None and with_norms is not None
         assert with_norms.passes <= min(levels + 2, without.passes - micro_batches + 1)

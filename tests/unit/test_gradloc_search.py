@@ -201,3 +201,59 @@ def test_ranks_with_different_numbers_of_micro_batches_are_refused():
     one = RankTerms(rows=(place,), positions=(place,), weights=(np.ones(2, dtype=np.float32),), trajectory_ids=(("a", "b"),), widest_tokens=4)
     with pytest.raises(ValueError, match="filler row"):
         step_terms([none, one])
+
+
+def likely(table: StepTerms, vectors: NDArray[np.float32], terms: list[int], budget: int = 1000) -> SearchResult:
+    probe, norm = TermsProbe(vectors), float(np.linalg.norm(vectors.sum(axis=0)))
+    search = StepSearch(probe, table, SearchLimits(tau=TAU, budget=budget, max_hits=4), norm)
+    result = search.run(NONE, likely=np.array(terms, dtype=np.int64))
+    assert result.passes == probe.passes
+    return result
+
+
+@pytest.mark.parametrize("culprits", [[5], [200, 5]])
+def test_likely_terms_that_are_the_culprits_end_the_search_after_a_pass_each_and_one(culprits: list[int]):
+    table = table_of(4, 2, 64)
+    vectors = healthy_vectors(table, 3)
+    vectors[culprits] *= 1e5
+    result = likely(table, vectors, culprits)
+    assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == culprits
+    assert result.passes == (1 if len(culprits) == 1 else 3)
+
+
+def test_a_likely_term_that_is_innocent_costs_one_pass_and_hides_nothing():
+    table, culprit = table_of(4, 2, 64), 300
+    vectors = healthy_vectors(table, 4)
+    vectors[culprit] *= 1e5
+    straight, misled = likely(table, vectors, []), likely(table, vectors, [7, culprit])
+    assert misled.outcome is Outcome.LOCATED and misled.hits == straight.hits == ((culprit, straight.hits[0][1]),)
+    assert misled.passes == straight.passes + 1
+
+
+def test_a_likely_hit_that_does_not_explain_the_step_is_not_the_end():
+    """The search goes on over micro-batches until what is left is below its threshold."""
+    table = table_of(4, 2, 64)
+    vectors = healthy_vectors(table, 5)
+    vectors[40] *= 1e4
+    vectors[400] *= 1e5
+    result = likely(table, vectors, [40])
+    assert result.outcome is Outcome.LOCATED and {term for term, _ in result.hits} == {40, 400}
+
+
+def test_likely_terms_of_a_spike_of_all_terms_are_not_the_cause():
+    table = table_of(2, 2, 32)
+    for seed in range(20):
+        assert likely(table, healthy_vectors(table, seed) * 100, [3, 9, 30], budget=60).outcome is not Outcome.LOCATED
+
+
+def test_hits_that_leave_too_much_are_not_the_cause_when_the_passes_end_before_the_search():
+    """Differences are mostly rounding under this threshold, so what is left is only known to lie between the largest part and the sum of all."""
+    table = table_of(2, 2, 32)
+    vectors, limits = healthy_vectors(table, 6), SearchLimits(tau=1e-9, budget=6, max_hits=8)
+    hardest = np.argsort(-np.linalg.norm(vectors, axis=1))[:2]
+    vectors[hardest] *= 30
+    probe, norm = TermsProbe(vectors), float(np.linalg.norm(vectors.sum(axis=0)))
+    known = np.array([[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(2)] for m in range(2)], dtype=np.float64)
+    result = StepSearch(probe, table, limits, norm).run(NONE, known, likely=hardest)
+    assert len(result.hits) == 2 and result.explained > 0.5
+    assert result.outcome is Outcome.INCONCLUSIVE

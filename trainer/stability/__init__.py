@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.stability.any_loop import SumOfTerms, micro_batch, ranks_of
+    from trainer.stability.backward_record import BackwardRecord
     from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
     from trainer.stability.gradient_probe import StepData
     from trainer.stability.gradloc import GradLoc, GradLocReport
 
-__all__ = ["CalibratedTau", "GivenTau", "GradLoc", "GradLocConfig", "GradLocReport", "StepData", "SumOfTerms", "micro_batch", "ranks_of"]
+__all__ = ["BackwardRecord", "CalibratedTau", "GivenTau", "GradLoc", "GradLocConfig", "GradLocReport", "StepData", "SumOfTerms", "micro_batch", "ranks_of"]
 
 _PLACES = {
     **dict.fromkeys(("CalibratedTau", "GivenTau", "GradLocConfig"), "trainer.stability.config"),
     **dict.fromkeys(("GradLoc", "GradLocReport"), "trainer.stability.gradloc"),
     **dict.fromkeys(("SumOfTerms", "micro_batch", "ranks_of"), "trainer.stability.any_loop"),
+    "BackwardRecord": "trainer.stability.backward_record",
     "StepData": "trainer.stability.gradient_probe",
 }
 """Loaded on first use, so that `trainer.stability.config` costs no torch."""

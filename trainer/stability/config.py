@@ -65,6 +65,8 @@ class GradLocConfig(Section):
     """A pass runs only the sequences in question, up to the last token in question. Only without dropout."""
     part_norms: bool = True
     """Norms of each rank's part of each micro-batch are taken in every backward pass, so that a search needs no pass over micro-batches and ranks."""
+    term_pulls: bool = True
+    """How hard each token term pulls at its own log-prob is taken in every backward pass, and a search first looks at those that pull hardest."""
     token_ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 2.0)
     """A culprit whose importance ratio pi_now / pi_rollout is outside is a token mismatch (A1)."""
     sequence_ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.9, 1.1)

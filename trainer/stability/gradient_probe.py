@@ -25,6 +25,9 @@ from trainer.stability.step_terms import StepTerms, Terms
 from trainer.stability.term_rows import Pass, RowsConfig, num_passes, rank_passes
 from trainer.types import MicroBatch, OldLogprobSource
 
+_SLICE = 1 << 20
+"""Numbers of a gradient that a difference takes at a time."""
+
 
 class TokenLoss(Protocol):
     """A loss that is a sum of weighted token terms, as `trainer.policy_loss.PolicyLoss`."""
@@ -128,19 +131,24 @@ class GradientProbe:
 
     def rest(self, terms: Terms) -> float:
         """|step's gradient - gradient of these terms|."""
-        self.norm(terms)
+        if not self._measured_last(terms):
+            self.norm(terms)
         return self._difference(self._step_gradients(), self._now(), None)
+
+    def rest_cost(self, terms: Terms) -> int:
+        """Passes of `rest`."""
+        return 0 if self._measured_last(terms) else self.cost(terms)
 
     def holds(self, terms: Terms) -> bool:
         """Whether the gradient of these terms is at hand: held, measured last, or the step's own."""
         held = self._held is not None and np.array_equal(self._held[0], terms)
-        return held or terms.size == self._table.position.size or (self._last is not None and np.array_equal(self._last, terms))
+        return held or terms.size == self._table.position.size or self._measured_last(terms)
 
     def hold(self, terms: Terms) -> None:
         """Keep the gradient of these terms."""
         if self._held is not None and np.array_equal(self._held[0], terms):
             return
-        if self._last is not None and np.array_equal(self._last, terms):
+        if self._measured_last(terms):
             self._take_last(terms)
         elif terms.size == self._table.position.size:
             self._held = None  # before the copy, not beside it
@@ -169,6 +177,9 @@ class GradientProbe:
                 mine = kept[index]
                 kept[index] = gradient.neg() if mine is None else mine.sub_(gradient)
         self._held = (child, kept)
+
+    def _measured_last(self, terms: Terms) -> bool:
+        return self._last is not None and np.array_equal(self._last, terms)
 
     def _take_last(self, terms: Terms) -> None:
         self._held = (terms, self._now())
@@ -206,14 +217,13 @@ class GradientProbe:
         return self._reduced(terms, there, norms, loss)
 
     def _difference(self, whole: Gradients, part: Gradients, terms: Terms | None) -> float:
-        """|whole - part|, one parameter at a time, so that no third copy exists."""
+        """|whole - part|, a slice at a time, so that no third copy exists."""
         there: list[int] = []
         norms: list[Tensor] = []
         for index, (mine, other) in enumerate(zip(whole, part, strict=True)):
-            left = mine if other is None else (other if mine is None else mine - other)
-            if left is not None:
+            if mine is not None or other is not None:
                 there.append(index)
-                norms.append(cast(Tensor, cast(Any, torch.linalg).vector_norm(left)))
+                norms.append(_norm_of_difference(mine, other))
         return self._reduced(terms, there, norms)
 
     def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
@@ -231,6 +241,15 @@ class GradientProbe:
         if terms is not None and terms.size == 1:
             self.leaf_blocks[int(terms[0])] = tuple((block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True))
         return math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
+
+
+def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
+    linalg = cast(Any, torch.linalg)
+    if one is None or other is None:
+        return linalg.vector_norm(one if other is None else other)
+    mine, theirs = one.reshape(-1), other.reshape(-1)
+    slices = [slice(start, start + _SLICE) for start in range(0, mine.numel(), _SLICE)] or [slice(0, 0)]
+    return linalg.vector_norm(torch.stack([linalg.vector_norm(mine[part] - theirs[part]) for part in slices]))
 
 
 def draws_random_numbers(model: nn.Module) -> bool:

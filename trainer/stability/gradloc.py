@@ -21,12 +21,13 @@ import torch.distributed as dist
 from rollout.errors import UserError
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
+from trainer.stability.backward_record import BackwardRecord
 from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.gradient_probe import GradientProbe, StepData, TokenLoss
-from trainer.stability.part_norms import PartNorms
 from trainer.stability.search import EXPLAINED, Outcome, SearchLimits, StepSearch
 from trainer.stability.spent_passes import SpentPasses
-from trainer.stability.step_terms import RankTerms, StepTerms, Terms, rank_terms, step_terms
+from trainer.stability.step_terms import NO_TERMS, RankTerms, StepTerms, Terms, rank_terms, step_terms
+from trainer.stability.term_pulls import Pulls, in_order_of_terms, likely_terms
 from trainer.stability.thresholds import set_threshold
 from trainer.types import MicroBatch
 
@@ -125,7 +126,7 @@ class GradLoc:
         step: StepData,
         *,
         suspects: Sequence[TermPlace] = (),
-        part_norms: PartNorms | None = None,
+        record: BackwardRecord | None = None,
         signs: StepSigns = _NO_SIGNS,
     ) -> GradLocReport | None:
         """Search the step if its norm asks for it and the passes allow it; None where nothing asks. Collective; after the last backward and before any clip.
@@ -133,7 +134,7 @@ class GradLoc:
         Args:
             grad_norm: global L2 norm of the step's gradient, the same on all ranks.
             suspects: of this rank.
-            part_norms: where they recorded every micro-batch; they save the passes over micro-batches and ranks.
+            record: of every micro-batch of the step; saves most passes.
 
         Raises:
             UserError: the budget is below the number of micro-batches; or the model has dropout and the step's random states are not there.
@@ -163,7 +164,7 @@ class GradLoc:
         if trigger in _SPIKES and self._for_spikes.total >= (self._config.spike_passes or DEFAULT_SEARCHES * budget):
             report = _not_searched(trigger, grad_norm, tau)
         else:
-            report = self._search(trigger, grad_norm, limits, step, suspects, part_norms)
+            report = self._search(trigger, grad_norm, limits, step, suspects, record)
         self._count(trigger, report.passes)
         return replace(report, threshold=threshold)
 
@@ -242,17 +243,17 @@ class GradLoc:
         limits: SearchLimits,
         step: StepData,
         suspects: Sequence[TermPlace],
-        part_norms: PartNorms | None,
+        record: BackwardRecord | None,
     ) -> GradLocReport:
         start = perf_counter()
-        table, places = self._gathered(step.micro_batches, suspects)
+        table, places, likely = self._gathered(step.micro_batches, suspects, record)
         # Norms of gradients do not know where a loss that is not finite comes from.
         only_loss = trigger == "non_finite" and math.isfinite(grad_norm)
-        known = None if part_norms is None or only_loss else part_norms.values(len(step.micro_batches))
+        known = None if record is None or only_loss else record.part_norms(len(step.micro_batches))
         probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences)
         with probe:
             searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
-            found = searched.run(places, known, only_suspects=trigger == "suspects")
+            found = searched.run(places, known, likely=NO_TERMS if trigger == "non_finite" else likely, only_suspects=trigger == "suspects")
         forwarded = self._ranks.sum(torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device))
         return GradLocReport(
             outcome=found.outcome,
@@ -267,20 +268,24 @@ class GradLoc:
             seconds=perf_counter() - start,
         )
 
-    def _gathered(self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace]) -> tuple[StepTerms, Terms]:
-        """The table of all ranks' terms, and the suspects of all ranks in it. Suspects without a term are no suspects of a gradient."""
-        mine: tuple[RankTerms, tuple[TermPlace, ...]] = (rank_terms(micro_batches), tuple(suspects))
+    def _gathered(self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace], record: BackwardRecord | None) -> tuple[StepTerms, Terms, Terms]:
+        """The table of all ranks' terms, the suspects of all ranks in it, and the likely terms. Suspects without a term are no suspects of a gradient."""
+        terms = rank_terms(micro_batches)
+        pulls = None if record is None else record.term_pulls([rows.size for rows in terms.rows])
+        mine: tuple[RankTerms, tuple[TermPlace, ...], tuple[Pulls, ...] | None] = (terms, tuple(suspects), pulls)
         all_ranks = [mine]
         if self._ranks.world > 1:
             all_ranks = [mine] * self._ranks.world
             cast(Any, dist).all_gather_object(all_ranks, mine)
-        table = step_terms([terms for terms, _ in all_ranks])
+        table = step_terms([terms for terms, _, _ in all_ranks])
         chosen = np.zeros(table.position.size, dtype=np.bool_)
-        for rank, (_, places) in enumerate(all_ranks):
+        for rank, (_, places, _) in enumerate(all_ranks):
             for place in places:
                 at = (table.micro_batch == place.micro_batch) & (table.rank == rank) & (table.row == place.row) & (table.position == place.position)
                 chosen |= at
-        return table, np.flatnonzero(chosen)
+        of_ranks = [pulls for _, _, pulls in all_ranks if pulls is not None]
+        likely = likely_terms(in_order_of_terms(of_ranks), self._config.max_hits) if len(of_ranks) == len(all_ranks) else NO_TERMS
+        return table, np.flatnonzero(chosen), likely
 
 
 def without_terms(micro_batches: Sequence[MicroBatch], hits: Sequence[GradLocHit], rank: int) -> tuple[MicroBatch, ...]:

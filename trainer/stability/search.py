@@ -1,6 +1,8 @@
 """From a spiking step to the token terms that did it: suspects, micro-batches, ranks, tokens. Layer 3 of diagnosis.
 
-    suspects (one pass) -> micro-batches over threshold -> their ranks -> their tokens; each hit is confirmed by what the step's gradient is without it
+    suspects (one pass) -> terms that pull hardest (one pass each) -> micro-batches over threshold -> their ranks -> their tokens
+
+Each hit is confirmed by what the step's gradient is without it.
 
 What it is without a hit is the step's gradient less the hit's. Where the spike is so large that this difference would be mostly rounding, the part of the
 step that held the hit is measured again without it, beside the known norms of the other parts.
@@ -17,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.stability.step_terms import StepTerms, Terms
+from trainer.stability.step_terms import NO_TERMS, StepTerms, Terms
 from trainer.stability.thresholds import set_threshold
 from trainer.stability.tree import KAPPA, PassBudget, Predicate, Segment, TreeSearch
 
@@ -63,7 +65,11 @@ class StepProbe(Protocol):
         ...
 
     def rest(self, terms: Terms) -> float:
-        """|step's gradient - gradient of these terms|; as many passes as `cost`."""
+        """|step's gradient - gradient of these terms|."""
+        ...
+
+    def rest_cost(self, terms: Terms) -> int:
+        """Passes that `rest` will take: as `cost`, and 0 for what was measured last."""
         ...
 
     def holds(self, terms: Terms) -> bool:
@@ -153,15 +159,18 @@ class StepSearch:
         self._hits: dict[int, float] = {}
         self._measured = np.zeros(table.position.size, dtype=np.bool_)
         self._explained, self._rest_fires, self._stopped = math.nan, True, False
+        self._confirmed = False
+        """What is left without the hits is below its threshold for certain."""
         self._parts: NDArray[np.float64] | None = None
         """[M, W] norms of the parts without their hits; only where differences could not confirm a hit."""
 
-    def run(self, suspects: Terms, known: NDArray[np.float64] | None = None, *, only_suspects: bool = False) -> SearchResult:
+    def run(self, suspects: Terms, known: NDArray[np.float64] | None = None, *, likely: Terms = NO_TERMS, only_suspects: bool = False) -> SearchResult:
         """Search until what is left is below its threshold, nothing is left to search, or the passes end.
 
         Args:
             suspects: terms to try first.
             known: [M, W] norm of each rank's part of each micro-batch, where somebody has them; saves the passes of two phases.
+            likely: terms to try next, one by one in this order, as long as each of them is a hit.
             only_suspects: stop after the suspects.
         """
         if known is not None and not self._non_finite and 2.0 * self._error > self._threshold(self._table.all):
@@ -170,8 +179,10 @@ class StepSearch:
             self._search_suspects(suspects)
         if only_suspects:
             self._budget.refused = True  # all others were not looked at
-        elif not self._stopped:
-            self._search_micro_batches(known if self._parts is None else self._parts)
+        else:
+            self._search_likely(likely)
+            if not self._stopped:
+                self._search_micro_batches(known if self._parts is None else self._parts)
         return SearchResult(outcome=self._outcome(), hits=tuple(self._hits.items()), passes=self._budget.used, explained=self._explained)
 
     @property
@@ -202,6 +213,19 @@ class StepSearch:
                 self._found(int(suspects[0]), norm)
         elif fires:
             self._search_tokens(suspects, norm, factor)
+
+    def _search_likely(self, likely: Terms) -> None:
+        for term in likely.tolist():
+            if self._stopped or self._measured[term] or term in self._hits:
+                return
+            alone = np.array([term], dtype=np.int64)
+            if not self._budget.spend(self._probe.cost(alone)):
+                return
+            norm = self._probe.norm(alone)
+            self._measured[term] = True
+            if not self._fires(norm, alone):
+                return
+            self._found(term, norm)
 
     def _search_micro_batches(self, known: NDArray[np.float64] | None) -> None:
         norms: list[float] = []
@@ -279,7 +303,7 @@ class StepSearch:
         threshold = self._threshold(self._table.without(list(self._hits)))
         self._explained = 1.0 - (middle / self._step_norm) ** 2
         self._rest_fires = low > threshold
-        self._stopped = high <= threshold and self._explained >= EXPLAINED
+        self._confirmed = self._stopped = high <= threshold and self._explained >= EXPLAINED
 
     def _without_hits(self, term: int) -> tuple[float, float, float] | None:
         """The step's norm without all hits, of which `term` is the newest: at least, supposedly, at most; None where the budget has no pass for it."""
@@ -287,7 +311,7 @@ class StepSearch:
         hits = np.array(sorted(self._hits), dtype=np.int64)
         asked = hits if self._parts is None else np.setdiff1d(self._table.of(*part), hits)
         self._budget.reserved = 0
-        if not self._budget.spend(self._probe.cost(asked)):
+        if not self._budget.spend(self._probe.rest_cost(asked) if self._parts is None else self._probe.cost(asked)):
             return None
         self._budget.reserved = 1
         if self._parts is None:
@@ -300,7 +324,8 @@ class StepSearch:
     def _outcome(self) -> Outcome:
         few = 0 < len(self._hits) <= self._limits.max_hits and (len(self._hits) == 1 or 2 * len(self._hits) <= self._table.position.size)
         # What is finite in sum is finite in every part, so a finished search for what is not has seen every culprit.
-        sufficient = not self._budget.refused if self._non_finite else self._explained >= EXPLAINED and not self._rest_fires
+        finished = not self._budget.refused and (self._non_finite or (self._explained >= EXPLAINED and not self._rest_fires))
+        sufficient = self._confirmed or finished
         if few and sufficient:
             return Outcome.LOCATED
         if self._budget.refused:

@@ -10,6 +10,7 @@ from trainer.types import MicroBatch
 
 Terms = NDArray[np.int64]
 """Rising indices into the table of a step's terms."""
+NO_TERMS: Terms = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
