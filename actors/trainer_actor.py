@@ -43,9 +43,7 @@ class TrainerActor:
 
     def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
         report = self._trainer.step(lease, request)
-        if report.skipped and self._rank == 0:
-            return self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report)
-        return report
+        return self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report) if self._rank == 0 else report
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)

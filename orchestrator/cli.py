@@ -142,7 +142,7 @@ def replay(
     step: Annotated[str, typer.Argument(help="Folder in saved_steps, such as 12: the version that the step was to produce.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
-    """Run the batch of a step that was not applied again: does it reproduce, in which block, by which token?"""
+    """Run the batch of a saved step again: does it reproduce, in which block, by which token?"""
     from orchestrator.replay import replay_step
 
     replay_step(run_dir, step, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`concord replay`: runs the fixed batch of a step that was not applied again, and says where the cause lies."""
+"""`concord replay`: runs the fixed batch of a saved step again, and says where the cause lies."""
 
 import json
 import math
@@ -71,6 +71,7 @@ def replay_document(name: str, saved: SavedStep, report: ReplayReport, weights: 
         "weights": saved.weights.key,
         "weights_digest": saved.weights_digest,
         "kept_for": saved.reason,
+        "applied": saved.applied,
         "saved_loss": _number(saved.loss),
         "saved_grad_norm": _number(saved.grad_norm),
         "device": report.device,
@@ -88,6 +89,8 @@ def notes(config: TrainerConfig, saved: SavedStep, report: ReplayReport) -> list
     said: list[str] = []
     if saved.planted:
         said.append(f"the step had planted faults, which are planted again: {', '.join(planted.fault for planted in saved.planted)}")
+    if saved.applied:
+        said.append("the step was applied; what a search then took out of its loss is in this batch, and in the norms above")
     if config.num_gpus > 0 and report.device == "cpu":
         said.append("the run trained on GPUs and this process sees none: kernels are others than the run's")
     return said
@@ -107,7 +110,8 @@ def words(report: ReplayReport) -> list[str]:
         )
     if report.culprits:
         places = ", ".join(f"{culprit.trajectory_id} position {culprit.position}" for culprit in report.culprits)
-        parts.append(f"the loss term of {places} alone does it")
+        norms = ", ".join(f"{culprit.norm:.4g}" for culprit in report.culprits)
+        parts.append(f"the loss term of {places} alone does it" + (f" (gradient norm {norms})" if first.finite else ""))
     elif report.search:
         parts.append(f"the search for a token ended {report.search}")
     return parts
@@ -133,7 +137,7 @@ def _run(run: ReplayRun) -> dict[str, object]:
 
 def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
     ids = np.array([culprit.token_id], dtype=np.int32)
-    return {**asdict(culprit), "text": load_tokenizer(weights).decode(ids, skip_special_tokens=False)}
+    return {**asdict(culprit), "norm": _number(culprit.norm), "text": load_tokenizer(weights).decode(ids, skip_special_tokens=False)}
 
 
 def _show(document: Mapping[str, object], report: ReplayReport) -> None:

@@ -34,13 +34,17 @@ class SearchRecords:
         self.passes = 0
         self.seconds = 0.0
 
-    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence) -> EventFields:
-        """Keep the search of the step that was to produce `policy`; the answer is what its event says."""
+    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence, saved: str = "") -> EventFields:
+        """Keep the search of the step that was to produce `policy`; the answer is what its event says.
+
+        Args:
+            saved: folder in `saved_steps` that holds the step's batch, if any.
+        """
         self.outcomes[evidence.outcome] += 1
         self.types.update(culprit.type for culprit in evidence.culprits)
         self.passes += evidence.passes
         self.seconds += evidence.seconds
-        document = self._document(evidence)
+        document = self._document(evidence) | {"saved": saved}
         if self._folder is not None:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / f"{policy.key}.json"
@@ -86,8 +90,8 @@ def _number(value: float) -> float | None:
 
 
 _OF_THE_SEARCH = (
-    *("outcome", "trigger", "action", "acted", "grad_norm", "threshold", "tau", "explained", "passes", "tokens_forwarded", "seconds"),
-    *("removed_terms", "grad_norm_after", "exceeds_after"),
+    *("outcome", "trigger", "action", "acted", "loss", "grad_norm", "threshold", "tau", "explained", "passes", "tokens_forwarded", "seconds"),
+    *("removed_terms", "grad_norm_after", "exceeds_after", "saved"),
 )
 _OF_THE_CULPRIT = (
     *("token_id", "token_text", "text_before", "text_after", "trajectory_id", "position", "policy", "replica", "type"),

@@ -103,6 +103,8 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
         say(f"  {search['removed_terms']} terms left the loss; norm of the step that was applied instead {_number(search['grad_norm_after'])}{above}")
+    if search["saved"]:
+        say(f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] != "located" and search["culprits"]:
         say("  what was found does not explain the norm; the tokens below are only the largest parts seen")
     for culprit in search["culprits"]:

@@ -172,7 +172,8 @@ class Training:
         if report.gradloc is None:
             return
         store = self._book.store
-        await store.record_event("gradloc", self.searches.keep(policy, report.gradloc))
+        found = self.searches.keep(policy, report.gradloc, report.saved)
+        await store.record_event("gradloc", found | {"removed": ", ".join(report.saves_removed)})
         for group in report.quarantined:
             await store.annotate([Annotation(dispatch_id=group.dispatch_id, kind=ANNOTATION_KIND, payload=group.verdict)])
             for trajectory_id in group.trajectory_ids:

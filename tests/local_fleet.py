@@ -199,8 +199,7 @@ class LocalTrainer:
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
         lease = await self._store.lease(trainer_epoch, dispatch_ids)
         report = await asyncio.to_thread(self.trainer.step, lease, request)
-        if report.skipped:
-            report = self.trainer.save_step(self._run_dir / "saved_steps", lease, request, report)
+        report = self.trainer.save_step(self._run_dir / "saved_steps", lease, request, report)
         self.batches.append((request.policy.version, tuple(dispatch_ids)))
         return report
 

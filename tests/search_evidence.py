@@ -41,6 +41,7 @@ def build_search(**changes: Any) -> GradLocEvidence:
         "trigger": "threshold",
         "action": "observe",
         "acted": Acted.NOTHING,
+        "loss": 0.25,
         "grad_norm": 13.0,
         "threshold": 2.0,
         "tau": 40.0,

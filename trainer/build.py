@@ -20,7 +20,7 @@ class TrainerRank(Protocol):
         ...
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
-        """Keep the batch of the last step below `parent`; the report with the folder's name. On rank 0 only; not collective."""
+        """Keep the batch of the last step below `parent`, if it is one to keep; the report with the folder's name. On rank 0 only; not collective."""
         ...
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:

@@ -232,10 +232,13 @@ class CheckpointConfig(Section):
 
 
 class SavedStepsConfig(Section):
-    """Batches of steps that were not applied, kept in `saved_steps/` of the run directory for `concord replay`."""
+    """Batches of steps, kept in `saved_steps/` of the run directory for `concord replay`: those of steps that were not applied, and if asked for of others."""
 
     keep: PositiveInt = 4
-    """Newest ones that are kept, with the published weights that each started from."""
+    """Newest ones that are kept, with the published weights that each started from; of steps that were applied, as many again."""
+    searched: bool = False
+    """Keep the batches of steps, too, whose gradient was searched and that were applied all the same: observed, masked, or without a culprit. Each holds on
+    to the published weights that it started from."""
 
 
 class TrainerConfig(Section):

@@ -97,6 +97,7 @@ class GradientSearch:
             trigger=report.trigger,
             action=self._config.action,
             acted=Acted.NOTHING,
+            loss=attempt.totals["loss"],
             grad_norm=report.grad_norm,
             threshold=report.threshold,
             tau=report.tau,

@@ -5,6 +5,7 @@
 Every method but `save_step`, `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,7 @@ from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
 from trainer.ratio_buckets import log_ratios
-from trainer.saved_steps import SavedStep, save_step
+from trainer.saved_steps import SavedStep, reason_to_keep, save_step
 from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
 from trainer.stability.evidence import Quarantined
@@ -131,16 +132,20 @@ class PolicyTrainer:
         return replace(report, planted=planted)
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
-        """Keep the batch of the last step below `parent`, with what a replay needs. On rank 0 only; not collective.
+        """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0 only; not collective.
 
         Returns:
-            The report with the folder's name, and with those that made room for it.
+            The report with the folder's name, and with those that made room for it; the report as it is where there is nothing to keep.
 
         Raises:
             UserError: the place cannot be written, or no weights were published before the step.
         """
+        reason = reason_to_keep(report, self._config.saved_steps)
+        if not reason:
+            return report
         if self._published is None:
             raise UserError(f"got a step to keep for {request.policy.key}, and no weights were published before it; publish the weights that it starts from")
+        whole = report if report.skipped or report.gradloc is None else report.gradloc  # what is applied may lack the culprits' terms
         saved = SavedStep(
             groups=groups,
             request=request,
@@ -150,9 +155,11 @@ class PolicyTrainer:
             ranks=self._ranks.world,
             weights=self._published.policy,
             weights_digest=self._published.digest,
-            reason=report.skipped,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
+            reason=reason,
+            applied=not report.skipped,
+            loss=whole.loss,
+            grad_norm=whole.grad_norm,
+            tau=math.nan if report.gradloc is None else report.gradloc.tau,
             planted=report.planted,
         )
         name, removed = save_step(parent, saved, self._config.saved_steps.keep)

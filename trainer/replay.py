@@ -31,9 +31,11 @@ from trainer.saved_steps import SavedStep
 from trainer.stability import GradLoc
 from trainer.stability.blocks import block_norms, gradients_of, named_blocks
 from trainer.stability.clipping import global_norm
-from trainer.stability.config import GradLocConfig
-from trainer.stability.gradient_probe import StepData, TokenLoss
+from trainer.stability.config import CalibratedTau, GivenTau, GradLocConfig
+from trainer.stability.gradient_probe import StepData, TokenLoss, draws_random_numbers
+from trainer.stability.gradloc import StepSigns
 from trainer.stability.random_states import RandomState
+from trainer.stability.search import Outcome
 from trainer.types import MicroBatch
 
 
@@ -63,7 +65,8 @@ def replay(source: ReplaySource) -> ReplayReport:
         try:
             model = _ReplayModel(source, config, ranks)
             runs = [model.run("configured"), model.run("again"), model.run("deterministic", deterministic=True)]
-            search, culprits = ("", ()) if runs[0].finite else model.search()
+            searchable = not runs[0].finite or (shows_again(runs[0], source.saved) and not math.isnan(source.saved.tau))
+            search, culprits = model.search(runs[-1]) if searchable else ("", ())
             if config.dtype != "float32":
                 del model
                 runs.append(_ReplayModel(source, config.model_copy(update={"dtype": "float32"}), ranks).run("float32"))
@@ -99,6 +102,7 @@ class _ReplayModel:
         self._micro_batches: tuple[MicroBatch, ...] = tuple(micro for rank in step for micro in rank)
         self._routing = BatchReplay(self._model) if config.replay_routing else None
         self._places = NonFinitePlaces(self._model)
+        self._draws = draws_random_numbers(self._model)
 
     def run(self, name: str, *, deterministic: bool = False) -> ReplayRun:
         """Forward and backward of every micro-batch from the saved random state."""
@@ -106,9 +110,12 @@ class _ReplayModel:
         self._places.begin()
         RandomState(cpu=torch.from_numpy(self._saved.random_state), device=None).put_back(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
         total = 0.0
+        self._random_states: list[RandomState] = []
         with _deterministic() if deterministic else nullcontext():
             for number, micro in enumerate(self._micro_batches):
                 self._places.micro_batch(number)
+                if self._draws:
+                    self._random_states.append(RandomState.take(self._ranks.device))
                 with nullcontext() if self._routing is None else self._routing.using(micro):
                     loss = self._loss(self._model, loss_tokens(micro, self._ranks.device), self._batch.temperature, self._batch.old_logprob_source)[0]
                     self._places.see_loss(loss)
@@ -127,27 +134,33 @@ class _ReplayModel:
             backward=self._places.backward,
         )
 
-    def search(self) -> tuple[str, tuple[ReplayCulprit, ...]]:
-        """The tokens whose terms alone are not finite, of the gradient that the last run left; and how the search came out."""
-        config = GradLocConfig(budget_passes=max(64, 4 * len(self._micro_batches)))
+    def search(self, last: ReplayRun) -> tuple[str, tuple[ReplayCulprit, ...]]:
+        """How the search for tokens came out, on the gradient that the last run left: those whose terms alone are not finite, or that located its norm."""
+        tau = self._saved.tau
+        threshold = CalibratedTau() if math.isnan(tau) else GivenTau(tau=tau)
+        config = GradLocConfig(threshold=threshold, budget_passes=max(64, 4 * len(self._micro_batches)))
         gradloc = GradLoc(config, self._model, self._loss, self._ranks, dtype=DTYPES[self._dtype])
         data = StepData(
             micro_batches=self._micro_batches,
             temperature=self._batch.temperature,
             source=self._batch.old_logprob_source,
+            random_states=self._random_states,
             context=None if self._routing is None else self._routing.using,
         )
-        report = gradloc.observe(math.nan, data)
+        # A saved step was searched for a reason that the replay need not have again, such as a clip's scale or suspects: ask as a clip does.
+        report = gradloc.observe(last.grad_norm if last.finite else math.nan, data, signs=StepSigns(smallest_scale=0.0))
         if report is None:
-            raise RuntimeError("a gradient that is not finite started no search")
+            raise RuntimeError("a step that was to be searched started no search")
+        named = report.hits if not last.finite or report.outcome is Outcome.LOCATED else ()
         culprits = [
             ReplayCulprit(
                 trajectory_id=hit.trajectory_id,
                 position=hit.position,
                 token_id=int(self._micro_batches[hit.micro_batch].token_ids[hit.row, hit.position]),
+                norm=hit.norm,
                 blocks=tuple(name for name, norm in hit.block_norms if not math.isfinite(norm)),
             )
-            for hit in report.hits
+            for hit in named
         ]
         return str(report.outcome), tuple(culprits)
 

@@ -72,12 +72,14 @@ class ReplayRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayCulprit:
-    """A token whose loss term alone makes the gradient non-finite."""
+    """A token whose loss term alone makes the gradient non-finite, or is behind its norm."""
 
     trajectory_id: str
     position: int
     """Of the token in its trajectory."""
     token_id: int
+    norm: float
+    """L2 norm of the gradient of this term alone."""
     blocks: tuple[str, ...]
     """Blocks whose gradient is not finite."""
 

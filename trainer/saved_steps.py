@@ -1,4 +1,6 @@
-"""The batch of a step that was not applied, on disk, so that `concord replay` can run it again. Torch-free; each folder is complete or absent.
+"""The batch of a step that was not applied, or was searched, on disk, so that `concord replay` can run it again.
+
+Torch-free; each folder is complete or absent:
 
     saved_steps/STEP/step.json    what the step was told, what it came to, and which weights it started from
     saved_steps/STEP/batch.npz    the encoded groups and their verdicts as the step got them, and the random state
@@ -19,11 +21,12 @@ from rollout.digests import canonical_json
 from rollout.errors import UserError, boundary
 from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion
+from trainer.config import SavedStepsConfig
 from trainer.durable import begin_directory, complete_directory, partial_directories
-from trainer.types import OldLogprobSource, PlantedFault, StepRequest
+from trainer.types import OldLogprobSource, PlantedFault, StepReport, StepRequest
 
 STEP_NAME, BATCH_NAME = "step.json", "batch.npz"
-_FORMAT = 1
+_FORMAT = 2
 _MOST_TRIES = 100_000
 """Of one version; a run ends after ten in a row."""
 
@@ -47,13 +50,26 @@ class SavedStep:
     """Of their published directory."""
     reason: str
     """Why it was kept."""
+    applied: bool
+    """Whether weights came of it, if only without the terms that a search took out; those terms are in the batch."""
     loss: float
     grad_norm: float
+    """As the whole batch came to."""
+    tau: float
+    """From which norm of one token's gradient, before its weight, a search called it suspicious; NaN: none, or what is not finite."""
     planted: tuple[PlantedFault, ...] = ()
 
 
+def reason_to_keep(report: StepReport, config: SavedStepsConfig) -> str:
+    """Why the batch of a step is to be kept; empty: it is not."""
+    search = report.gradloc
+    if report.skipped or search is None or search.outcome == "not_searched" or not config.searched:
+        return report.skipped
+    return f"its gradient was searched ({search.trigger}): {search.outcome}, {search.acted}"
+
+
 def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str, ...]]:
-    """Write a step below `parent`, and remove the oldest beyond `keep`.
+    """Write a step below `parent`, and remove the oldest beyond `keep`: of steps that were applied, or of those that were not, as this one was.
 
     Returns:
         Name of the folder: the version that the step was to produce, with a number behind it where that is taken; and the names of those removed.
@@ -70,7 +86,8 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
         _write_batch(temporary / BATCH_NAME, saved)
         (temporary / STEP_NAME).write_bytes(_step_bytes(saved, serial))
     complete_directory(temporary, parent / name)
-    removed = kept[: max(0, len(kept) + 1 - keep)]
+    alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
+    removed = alike[: max(0, len(alike) + 1 - keep)]
     for path in [*removed, *partial_directories(parent)]:
         # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks like one.
         (path / STEP_NAME).unlink(missing_ok=True)
@@ -98,7 +115,8 @@ def read_step(directory: Path) -> SavedStep:
     if not (directory / STEP_NAME).is_file():
         there = ", ".join(path.name for path in saved_steps(directory.parent)) or "no step"
         raise UserError(
-            f"got step {directory.name!r}, but {directory.parent} holds {there}; a step is kept when it is not applied (event step_skipped names its folder)"
+            f"got step {directory.name!r}, but {directory.parent} holds {there}; a step is kept when it is not applied (event "
+            "step_skipped names its folder), and with trainer.saved_steps.searched = true when its gradient is searched (event gradloc)"
         )
     fields = _fields(directory)
     with boundary(UserError, f"saved step {directory} is broken; remove it, or copy the run directory again"):
@@ -123,8 +141,10 @@ def read_step(directory: Path) -> SavedStep:
             weights=PolicyVersion.parse(fields["weights"]),
             weights_digest=fields["weights_digest"],
             reason=fields["reason"],
+            applied=fields["applied"],
             loss=float(fields["loss"]),
             grad_norm=float(fields["grad_norm"]),
+            tau=float(fields["tau"]),
             planted=tuple(PlantedFault(**planted) for planted in fields["planted"]),
         )
 
@@ -144,9 +164,11 @@ def _step_bytes(saved: SavedStep, serial: int) -> bytes:
             "weights": saved.weights.key,
             "weights_digest": saved.weights_digest,
             "reason": saved.reason,
+            "applied": saved.applied,
             # As text: JSON has no number for what is not finite.
             "loss": repr(saved.loss),
             "grad_norm": repr(saved.grad_norm),
+            "tau": repr(saved.tau),
             "planted": [asdict(planted) for planted in saved.planted],
         }
     )

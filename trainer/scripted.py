@@ -66,7 +66,7 @@ class ScriptedTrainer:
         )
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
-        """It applies every step, so there is none to keep."""
+        """It applies every step and searches none, so there is none to keep."""
         return report
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:

@@ -14,9 +14,12 @@ from trainer_scenarios import build, step
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.replay import replay_step
 from orchestrator.run_dir import create_run_dir
+from orchestrator.search_show import show_searches
 from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
 from rollout.faults.gradient_config import NanTokenFault
+from rollout.prompts import Prompt
+from rollout.trajectory import Trajectory
 from rollout.weights import PolicyVersion
 from trainer.build import build_trainer
 from trainer.config import TrainerConfig
@@ -82,16 +85,25 @@ def test_a_healthy_batch_does_not_reproduce_and_comes_to_the_same_numbers(tmp_pa
 # --- a whole run -----------------------------------------------------------------------------------------------------------
 
 
-def run_with_nan_token(folder: Path) -> Path:
-    """The run directory of four versions, whose third step is hit; a further step makes version 3 instead."""
+def even_tokens(prompt: Prompt, completion: str, trajectory: Trajectory) -> float:
+    """Something that the members of a group differ in."""
+    return float((trajectory.token_ids[trajectory.sampled] % 2 == 0).mean())
+
+
+even_tokens.needs_text = False  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def run_with_fault(folder: Path, fault: dict[str, Any], steps: int, **trainer_config: object) -> Path:
+    """The run directory of so many versions, whose steps the fault hits."""
     document: dict[str, Any] = {
-        "run": {"dir": str(folder), "name": "run", "steps": 4, "batch_groups": 2, "group_size": 4, "seed": 7},
+        "run": {"dir": str(folder), "name": "run", "steps": steps, "batch_groups": 2, "group_size": 4, "seed": 7, "deterministic": True},
         "model": {"type": "local", "path": str(MODEL)},
         "engine": {"type": "scripted", "latency_mean_s": 0.0},
-        "trainer": {"micro_batch_tokens": 64},
+        "reward": {"type": "python", "function": f"{__name__}:{even_tokens.__name__}"},
+        "trainer": {"micro_batch_tokens": 64, **trainer_config},
         "consistency": {"mode": "off"},
-        "staleness": {"max_staleness": 0},
-        "faults": {"plant": [{"type": "nan_token", "start_version": 3}]},
+        "staleness": {"max_staleness": 0, "order": "dispatch"},
+        "faults": {"plant": [fault]},
     }
     config: RunConfig = parse_config(document, "test")
     run = create_run_dir(config, "run")
@@ -111,7 +123,7 @@ def run_with_nan_token(folder: Path) -> Path:
 
 
 def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names_the_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = run_with_nan_token(tmp_path)
+    run = run_with_fault(tmp_path, {"type": "nan_token", "start_version": 3}, steps=4)
     events = events_of(run)
     (planted,) = [event for event in events if event["kind"] == "fault_planted"]
     (skipped,) = [event for event in events if event["kind"] == "step_skipped"]
@@ -143,3 +155,34 @@ def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names
     weights.rename(run / "elsewhere")
     with pytest.raises(UserError, match="e1-v2 is gone; copy them back"):
         replay_step(run, "3", as_json=False)
+
+
+def test_a_masked_spike_is_kept_where_the_config_says_so_and_its_replay_comes_to_the_same_norm_and_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    gradloc = {"action": "mask", "threshold": {"type": "calibrated", "warmup_steps": 3}}
+    fault = {"type": "grad_spike", "start_version": 5, "factor": 1e6}
+    never_clips = {"type": "grpo", "clip_low": 0.999, "clip_high": 1e9}  # the scripted engine's log-probs are no policy's
+    run = run_with_fault(tmp_path, fault, steps=6, gradloc=gradloc, saved_steps={"searched": True}, algorithm=never_clips)
+    events = events_of(run)
+    (planted,) = [event for event in events if event["kind"] == "fault_planted"]
+    (searched,) = [event for event in events if event["kind"] == "gradloc"]
+    assert (searched["step"], searched["outcome"], searched["acted"], searched["saved"], searched["removed"]) == (5, "located", "masked", "5", "")
+    assert (run / "weights" / "e1-v4").is_dir()
+    assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 0
+
+    replay_step(run, "5", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], document["reproduces"], document["applied"], document["search"]) == ("batch", True, True, "located")
+    assert document["runs"][0]["grad_norm"] == pytest.approx(searched["grad_norm"], rel=1e-4)
+    assert document["runs"][0]["loss"] == pytest.approx(searched["loss"], rel=1e-4)
+    (token,) = document["tokens"]
+    assert (token["trajectory_id"], token["position"]) == (planted["trajectory_id"], planted["position"])
+    assert token["norm"] == pytest.approx(searched["norm"], rel=1e-4)
+
+    replay_step(run, "5", as_json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "was kept for: its gradient was searched (threshold): located, masked" in said
+    assert "note: the step was applied; what a search then took out of its loss is in this batch" in said
+    show_searches(run, "5")
+    assert "its batch is kept: concord replay RUN 5" in capsys.readouterr().out

@@ -7,16 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from search_evidence import build_search
 from trainer_room import stored
 
 from rollout.errors import UserError
 from rollout.weights import PolicyVersion
+from trainer.config import SavedStepsConfig, TrainerConfig
 from trainer.replay_report import ReplayRun, ReplayVerdict, shows_again, verdict_of
-from trainer.saved_steps import SavedStep, read_step, save_step, saved_steps, weights_in_use
+from trainer.saved_steps import SavedStep, read_step, reason_to_keep, save_step, saved_steps, weights_in_use
+from trainer.scripted import ScriptedTrainer
+from trainer.stability.evidence import Acted
 from trainer.types import OldLogprobSource, PlantedFault, StepRequest
 
 
-def saved(version: int = 5, loss: float = math.nan, grad_norm: float = math.inf, reason: str = "non-finite loss (nan)") -> SavedStep:
+def saved(
+    version: int = 5, loss: float = math.nan, grad_norm: float = math.inf, reason: str = "non-finite loss (nan)", *, applied: bool = False
+) -> SavedStep:
     groups = stored()
     return SavedStep(
         groups=replace(groups, verdicts=(b"", b"some bytes", b"")),
@@ -28,8 +34,10 @@ def saved(version: int = 5, loss: float = math.nan, grad_norm: float = math.inf,
         weights=PolicyVersion(2, version - 1),
         weights_digest="d" * 64,
         reason=reason,
+        applied=applied,
         loss=loss,
         grad_norm=grad_norm,
+        tau=40.5,
         planted=(PlantedFault(fault="nan_token", trajectory_id="d-0/1", position=4, micro_batch=0, rank=1),),
     )
 
@@ -42,7 +50,7 @@ def test_a_saved_step_comes_back_whole(tmp_path: Path):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(back.random_state, gone.random_state)
     assert math.isnan(back.loss) and back.grad_norm == math.inf
-    same = ("request", "seed", "dtype", "ranks", "weights", "weights_digest", "reason", "planted")
+    same = ("request", "seed", "dtype", "ranks", "weights", "weights_digest", "reason", "applied", "tau", "planted")
     assert [getattr(back, name) for name in same] == [getattr(gone, name) for name in same]
     assert json.loads((tmp_path / "5" / "step.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
@@ -72,6 +80,26 @@ def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path
         read_step(tmp_path / "6")
     with pytest.raises(UserError, match="holds no step"):
         read_step(tmp_path / "nothing" / "6")
+
+
+def test_steps_that_were_applied_take_no_room_from_those_that_were_not(tmp_path: Path):
+    for version in (1, 2):
+        save_step(tmp_path, saved(version), keep=2)
+    removed = [save_step(tmp_path, saved(version, loss=0.5, grad_norm=9.0, applied=True), keep=2)[1] for version in (3, 4, 5)]
+    assert removed == [(), (), ("3",)]
+    assert save_step(tmp_path, saved(6), keep=2)[1] == ("1",)
+    assert [path.name for path in saved_steps(tmp_path)] == ["2", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_searched_steps_are_kept_where_the_config_says_so_and_others_when_they_were_not_applied(searched: bool):
+    config = SavedStepsConfig(searched=searched)
+    plain = ScriptedTrainer(TrainerConfig(type="scripted")).step(stored(), StepRequest(policy=PolicyVersion(1, 5), oldest_version=0))
+    assert reason_to_keep(plain, config) == ""
+    assert reason_to_keep(replace(plain, skipped="non-finite loss (nan)"), config) == "non-finite loss (nan)"
+    found = replace(plain, gradloc=build_search(action="mask", acted=Acted.MASKED))
+    assert reason_to_keep(found, config) == ("its gradient was searched (threshold): located, masked" if searched else "")
+    assert reason_to_keep(replace(plain, gradloc=build_search(outcome="not_searched", culprits=(), passes=0)), config) == ""
 
 
 def test_a_broken_one_is_an_error(tmp_path: Path):

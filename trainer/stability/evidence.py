@@ -84,8 +84,10 @@ class GradLocEvidence:
     action: str
     """`trainer.gradloc.action`."""
     acted: Acted
+    loss: float
+    """Of the step as it was searched."""
     grad_norm: float
-    """Of the step, unclipped."""
+    """Of the same, unclipped."""
     threshold: float
     """Of that norm; NaN before the calibration has one."""
     tau: float
