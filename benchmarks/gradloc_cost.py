@@ -174,7 +174,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "router_load": ("moe", {"probes": {"router_load": True}}),
     "qk_clip": ("llama", {"optimizer": {"qk_clip": {"enabled": True}}}),
 }
-"""Name -> (kind of model, trainer config)."""
+"""Name -> (kind of model, trainer config); "gradloc" is all that a step without a trigger pays for a search by default."""
 
 
 def dormant(ranks: Ranks, pairs: int) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def dormant(ranks: Ranks, pairs: int) -> dict[str, Any]:
         plain = StepWatch(TrainerConfig(), at.model, named_blocks(at.model), ranks)
         watch = StepWatch(TrainerConfig.model_validate(config), at.model, named_blocks(at.model), ranks)
         gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks) if name == "gradloc" else None
-        records = {one: one == name for one in ("part_norms", "term_pulls")}
+        records = {one: name in (one, "gradloc") for one in ("part_norms", "term_pulls")}
         record = BackwardRecord(at.model, ranks, **records) if any(records.values()) else None
         found[name] = growth(lambda at=at, plain=plain: at.step(plain), lambda at=at, w=watch, g=gradloc, r=record: at.step(w, g, r), pairs)
     return found

@@ -20,8 +20,7 @@ def search(
 ) -> tuple[list[Hit], PassBudget, TreeSearch]:
     passes = PassBudget(budget)
     predicate = Predicate(threshold=lambda segment: tau * math.sqrt(segment.size), non_finite=non_finite)
-    root_norm = VectorProbe(probe.vectors).norm(Segment(0, probe.num_leaves))
-    tree = TreeSearch(probe, predicate, probe.num_leaves, passes, probe if subtract else None, root_norm)
+    tree = TreeSearch(probe, predicate, probe.num_leaves, passes, probe if subtract else None)
     return list(tree.hits()), passes, tree
 
 

@@ -196,10 +196,10 @@ class StepSearch:
     def _fires(self, norm: float, terms: Terms, factor: float = 1.0) -> bool:
         return not math.isfinite(norm) if self._non_finite else not norm <= self._threshold(terms, factor)
 
-    def _tree(self, leaves: _Leaves, root_norm: float, factor: float = 1.0) -> TreeSearch:
+    def _tree(self, leaves: _Leaves, factor: float = 1.0) -> TreeSearch:
         predicate = Predicate(threshold=lambda segment: self._threshold(leaves.of(segment), factor), non_finite=self._non_finite)
         subtracts = self._limits.subtract and self._probe.additive
-        return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None, root_norm if math.isfinite(root_norm) else 0.0)
+        return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None)
 
     def _search_suspects(self, suspects: Terms) -> None:
         factor = self._limits.suspect_factor
@@ -212,7 +212,7 @@ class StepSearch:
             if fires:
                 self._found(int(suspects[0]), norm)
         elif fires:
-            self._search_tokens(suspects, norm, factor)
+            self._search_tokens(suspects, factor)
 
     def _search_likely(self, likely: Terms) -> None:
         for term in likely.tolist():
@@ -243,7 +243,7 @@ class StepSearch:
         firing = [m for m, norm in enumerate(norms) if over(m, norm)]
         self._budget.reserved = 1  # a hit is worth little unless it is confirmed
         for micro_batch in sorted(firing, key=lambda m: (math.isfinite(norms[m]), -norms[m] if math.isfinite(norms[m]) else 0.0)):
-            self._search_ranks(micro_batch, norms[micro_batch], known)
+            self._search_ranks(micro_batch, known)
             if self._stopped:
                 return
 
@@ -256,30 +256,28 @@ class StepSearch:
 
         return over
 
-    def _search_ranks(self, micro_batch: int, norm: float, known: NDArray[np.float64] | None) -> None:
+    def _search_ranks(self, micro_batch: int, known: NDArray[np.float64] | None) -> None:
         parts = [self._table.of(micro_batch, rank) for rank in range(self._table.world)]
         if known is not None:
             of_ranks = [float(known[micro_batch, rank]) for rank in range(self._table.world)]
-            firing = [(rank, rank_norm) for rank, rank_norm in enumerate(of_ranks) if self._fires(rank_norm, parts[rank])]
-            found = sorted(firing, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)
-        elif self._table.world == 1:
-            found = [(0, norm)]
+            firing = [rank for rank, norm in enumerate(of_ranks) if self._fires(norm, parts[rank])]
+            found = sorted(firing, key=lambda rank: -of_ranks[rank] if math.isfinite(of_ranks[rank]) else -math.inf)
         else:
-            found = None
+            found = [0] if self._table.world == 1 else None
         if found is not None:
-            for rank, rank_norm in found:
+            for rank in found:
                 if not self._stopped:
-                    self._search_tokens(parts[rank], rank_norm)
+                    self._search_tokens(parts[rank])
             return
         offsets = np.concatenate(([0], np.cumsum([part.size for part in parts])))
-        tree = self._tree(_Leaves(self._probe, self._table.of(micro_batch), offsets), norm)
+        tree = self._tree(_Leaves(self._probe, self._table.of(micro_batch), offsets))
         for hit in tree.hits():
-            self._search_tokens(parts[hit.leaf], hit.norm)
+            self._search_tokens(parts[hit.leaf])
             if self._stopped:
                 return
 
-    def _search_tokens(self, terms: Terms, norm: float, factor: float = 1.0) -> None:
-        tree = self._tree(_Leaves(self._probe, terms, np.arange(terms.size + 1)), norm, factor)
+    def _search_tokens(self, terms: Terms, factor: float = 1.0) -> None:
+        tree = self._tree(_Leaves(self._probe, terms, np.arange(terms.size + 1)), factor)
         for hit in tree.hits():
             if int(terms[hit.leaf]) not in self._hits:
                 self._found(int(terms[hit.leaf]), hit.norm)

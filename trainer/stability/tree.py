@@ -124,16 +124,12 @@ class TreeSearch:
     """One search over `num_leaves` leaves; the root counts as suspicious and is not measured."""
 
     def __init__(
-        self, probe: Probe, predicate: Predicate, num_leaves: int, budget: PassBudget, subtraction: Subtraction | None = None, root_norm: float = 0.0
+        self, probe: Probe, predicate: Predicate, num_leaves: int, budget: PassBudget, subtraction: Subtraction | None = None
     ) -> None:
-        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never subtracts.
-
-        Args:
-            root_norm: of the root, where it is known: it tells before any pass where subtraction could not decide.
-        """
+        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never subtracts."""
         self._probe, self._predicate, self._budget = probe, predicate, budget
         self._subtraction = None if predicate.non_finite else subtraction
-        self._stack = [_Measured(Segment(0, num_leaves), root_norm)] if num_leaves > 0 else []
+        self._stack = [_Measured(Segment(0, num_leaves), math.nan)] if num_leaves > 0 else []
         self._last: Segment | None = None
         """What the probe measured last in this search."""
         self._held_error: tuple[Segment, float] | None = None
@@ -189,15 +185,17 @@ class TreeSearch:
     def _split(self, parent: _Measured) -> tuple[_Measured, _Measured] | None:
         left, right = parent.segment.halves()
         held = self._subtraction
-        # Without a held parent a subtraction that cannot decide would only cost the parent's pass on top.
-        if held is not None and (held.holds(parent.segment) or 2 * KAPPA * held.eps * parent.norm < self._predicate.threshold(right)):
+        if held is not None and held.holds(parent.segment):
             return self._split_by_subtraction(held, parent.segment, left, right)
         self._pair_error = None
         if self._predicate.non_finite:
             return self._split_non_finite(left, right)
         if not self._budget.spend(self._probe.cost(left) + self._probe.cost(right)):
             return None
-        return _Measured(left, self._probe.norm(left)), _Measured(right, self._probe.norm(right))
+        first = self._probe.norm(left)
+        if held is not None:  # as many passes as the parent and one half would take, over fewer tokens; whichever half is searched next is at hand
+            held.hold(left)
+        return _Measured(left, first), _Measured(right, self._probe.norm(right))
 
     def _split_non_finite(self, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
         """A sum of finite parts is finite: where the left half is, the right one need not be measured unless it is a leaf."""
@@ -211,8 +209,7 @@ class TreeSearch:
         return _Measured(left, first), _Measured(right, self._probe.norm(right))
 
     def _split_by_subtraction(self, held: Subtraction, parent: Segment, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
-        fresh = not held.holds(parent)
-        if not self._budget.spend(self._probe.cost(left) + (self._probe.cost(parent) if fresh else 0)):
+        if not self._budget.spend(self._probe.cost(left)):
             return None
         held.hold(parent)
         first, self._last = self._probe.norm(left), left
@@ -230,7 +227,12 @@ class TreeSearch:
         return _Measured(left, first), _Measured(right, rest)
 
     def _hold_next(self, following: Segment | None) -> None:
-        if self._subtraction is not None and following is not None and self._pair_error is not None:
+        if self._subtraction is None or following is None:
+            return
+        if self._pair_error is None:
+            self._subtraction.hold(following)
+            self._held_error = None
+        else:
             measured = following == self._last
             self._subtraction.descend(following, measured=measured)
             self._held_error = None if measured else (following, self._pair_error)
