@@ -1,24 +1,39 @@
 """A whole run in this process, with a real trainer."""
 
 import asyncio
-from pathlib import Path
+from typing import Any
 
 from local_fleet import LocalFleet, QuietReporter, inputs_of
 
 from orchestrator.config import RunConfig
+from orchestrator.exporter import Exporter
 from orchestrator.launch import drive
-from orchestrator.run_dir import RunDir
-from trainer.build import TrainerRank
+from orchestrator.run_dir import RunDir, create_run_dir
+from trainer.build import build_trainer
+from trainer.config import LocalModelConfig
+from trainer.loss_settings import LossSettings
 
 
-def drive_to_its_end(config: RunConfig, run: RunDir, model_dir: Path, trainer: TrainerRank, deadline_s: float = 100.0) -> None:
-    """Drive a created run, and close its trainer whatever happens."""
+def drive_to_its_end(config: RunConfig, *, reporter: QuietReporter | None = None, exporter: Exporter | None = None, deadline_s: float = 100.0) -> RunDir:
+    """Create a run of a local model and drive it, with one trainer rank, which is closed whatever happens."""
+    assert isinstance(config.model, LocalModelConfig)
+    model_dir, run = config.model.path, create_run_dir(config, "run")
+    trainer = build_trainer(
+        model_dir=model_dir,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        rank=0,
+        init_method=f"file://{run.path / 'rendezvous'}",
+        settings=LossSettings(correction=config.consistency.correction, faults=config.faults),
+    )
 
-    async def main() -> None:
+    async def main() -> dict[str, Any]:
         fleet = LocalFleet(config, run.path, model_dir, trainer)
         try:
             async with asyncio.timeout(deadline_s):
-                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter())
+                return await drive(config, run, inputs_of(config, model_dir), fleet, reporter or QuietReporter(), exporter=exporter)
         finally:
             await fleet.close()
 
@@ -26,3 +41,4 @@ def drive_to_its_end(config: RunConfig, run: RunDir, model_dir: Path, trainer: T
         asyncio.run(main())
     finally:
         trainer.close()
+    return run

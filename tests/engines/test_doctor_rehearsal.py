@@ -12,9 +12,6 @@ from benchmarks.doctor_cases import CASES, document
 from orchestrator.config import parse_config
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.reading.reader import RunReader
-from orchestrator.run_dir import create_run_dir
-from trainer.build import build_trainer
-from trainer.config import LocalModelConfig
 
 torch.set_num_threads(1)
 SUBSET = ("length_reward", "eval_template_changed", "train_eval_overlap")
@@ -28,19 +25,7 @@ def test_what_is_planted_into_a_run_is_its_primary_finding(tmp_path: Path, name:
     made["run"] |= {"steps": 30, "batch_groups": 4, "group_size": 4}
     made["evaluation"]["prompts"] = 16
     config = parse_config({**made}, name)
-    assert isinstance(config.model, LocalModelConfig)
-    model_dir, run = config.model.path, create_run_dir(config, "run")
-    trainer = build_trainer(
-        model_dir=model_dir,
-        config=config.trainer,
-        weights=config.weights,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-        rank=0,
-        init_method=f"file://{tmp_path / 'rendezvous'}",
-    )
-
-    drive_to_its_end(config, run, model_dir, trainer)
+    run = drive_to_its_end(config)
     record, partial = RunReader(run.path).read()
     found = diagnose(record)
     assert partial == ()

@@ -9,10 +9,7 @@ from local_run import drive_to_its_end
 
 from benchmarks.rehearsal_cases import CASES, document, findings, model_of, problem, read_events
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.run_dir import create_run_dir
 from rollout.errors import WeightSyncError
-from trainer.build import build_trainer
-from trainer.config import LocalModelConfig
 
 SUBSET = (
     "healthy",
@@ -35,27 +32,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: model_of(CASES[name], SEED, folder) for name in SUBSET}
 
 
-def drive_to_the_end(config: RunConfig, folder: Path) -> Path:
+def drive_to_the_end(config: RunConfig) -> Path:
     """The run directory of a rehearsal. One whose replica never passes its canary again ends with the reason, as it should."""
-    assert isinstance(config.model, LocalModelConfig)
-    model_dir, run = config.model.path, create_run_dir(config, "run")
-    trainer = build_trainer(
-        model_dir=model_dir,
-        config=config.trainer,
-        weights=config.weights,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-        rank=0,
-        init_method=f"file://{folder / 'rendezvous'}",
-    )
-
     with contextlib.suppress(WeightSyncError):
-        drive_to_its_end(config, run, model_dir, trainer)
-    return run.path
+        drive_to_its_end(config)
+    return config.run.dir / "run"
 
 
 @pytest.mark.parametrize("name", SUBSET)
 def test_a_planted_fault_is_found_in_time_on_its_replica_under_its_right_name(tmp_path: Path, models: dict[str, Path], name: str) -> None:
     config = parse_config({**document(CASES[name], SEED, models[name], tmp_path)}, name)
-    found = findings(read_events(drive_to_the_end(config, tmp_path)))
+    found = findings(read_events(drive_to_the_end(config)))
     assert problem(CASES[name], found) == ""

@@ -11,9 +11,8 @@ from run_record import events_of
 from trainer_room import stored, write_model
 from trainer_scenarios import build, step
 
-from orchestrator.config import RunConfig, parse_config
+from orchestrator.config import parse_config
 from orchestrator.replay import replay_step
-from orchestrator.run_dir import create_run_dir
 from orchestrator.search_show import show_searches
 from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
@@ -21,7 +20,6 @@ from rollout.faults.gradient_config import NanTokenFault
 from rollout.prompts import Prompt
 from rollout.trajectory import Trajectory
 from rollout.weights import PolicyVersion
-from trainer.build import build_trainer
 from trainer.config import TrainerConfig
 from trainer.loss_settings import LossSettings
 from trainer.replay import ReplaySource, replay
@@ -105,21 +103,7 @@ def run_with_fault(folder: Path, fault: dict[str, Any], steps: int, **trainer_co
         "staleness": {"max_staleness": 0, "order": "dispatch"},
         "faults": {"plant": [fault]},
     }
-    config: RunConfig = parse_config(document, "test")
-    run = create_run_dir(config, "run")
-    trainer = build_trainer(
-        model_dir=MODEL,
-        config=config.trainer,
-        weights=config.weights,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-        rank=0,
-        init_method=f"file://{folder / 'rendezvous'}",
-        settings=LossSettings(correction=config.consistency.correction, faults=config.faults),
-    )
-
-    drive_to_its_end(config, run, MODEL, trainer)
-    return run.path
+    return drive_to_its_end(parse_config(document, "test")).path
 
 
 def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names_the_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,5 @@
 """Real runs of small models under one Prometheus: by their end every metric had a value and every panel data, within the declared numbers of series."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from grafana_panels import panel_queries
-from local_fleet import LocalFleet, QuietReporter, inputs_of
+from local_run import drive_to_its_end
 from prometheus_rules import rules
 from prometheus_server import PrometheusServer
 from scrapes import series_by_metric
@@ -17,13 +16,9 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.rehearsal_cases import Case, document, model_of
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.exporter import Exporter
-from orchestrator.launch import drive
 from orchestrator.metrics import CATALOGUE, DECLARED, sizes_of
-from orchestrator.run_dir import create_run_dir
 from rollout.prompts import Prompt
 from rollout.trajectory import Reward, Trajectory
-from trainer.build import build_trainer
-from trainer.config import LocalModelConfig
 
 STEPS = 6
 BLOCKS, HEADS = 8, 8
@@ -74,32 +69,9 @@ def merged(base: dict[str, dict[str, Any]], changes: dict[str, dict[str, Any]]) 
     return parse_config({**base, **{section: base.get(section, {}) | keys for section, keys in changes.items()}}, "test")
 
 
-def drive_to_the_end(config: RunConfig, exporter: Exporter, prometheus: PrometheusServer) -> None:
-    """With the last step scraped."""
-    assert isinstance(config.model, LocalModelConfig)
-    model_dir, run = config.model.path, create_run_dir(config, "run")
-    trainer = build_trainer(
-        model_dir=model_dir,
-        config=config.trainer,
-        weights=config.weights,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-        rank=0,
-        init_method=f"file://{run.path / 'rendezvous'}",
-    )
-
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, model_dir, trainer)
-        try:
-            async with asyncio.timeout(200.0):
-                await drive(config, run, inputs_of(config, model_dir), fleet, QuietReporter(), exporter=exporter)
-        finally:
-            await fleet.close()
-
-    try:
-        asyncio.run(main())
-    finally:
-        trainer.close()
+def drive_and_scrape(config: RunConfig, exporter: Exporter, prometheus: PrometheusServer) -> None:
+    """A run to its end, with the last step scraped."""
+    drive_to_its_end(config, exporter=exporter, deadline_s=200.0)
     applied = f'concord_steps_total{{outcome="applied", instance="{exporter.target}"}}'
     prometheus.wait_until(lambda: prometheus.value(applied) == config.run.steps, "the last step to be scraped")
     prometheus.wait_until(lambda: (prometheus.value(f"count_over_time({applied}[1m])") or 0.0) >= 3.0, "enough scrapes for a rate")
@@ -115,7 +87,7 @@ def test_every_declared_metric_has_a_value_by_the_end(tmp_path: Path):
         asked = [*panel_queries("run"), *(rule["expr"] for rule in rules("recording"))]
         for config in runs:
             with Exporter("127.0.0.1", 0) as exporter:
-                drive_to_the_end(config, exporter, prometheus)
+                drive_and_scrape(config, exporter, prometheus)
                 found |= metrics_within_bounds(prometheus, config, exporter)
                 answered |= {query for query in asked if prometheus.query(query)}
         assert not sorted(metric.name for metric in CATALOGUE if metric.name not in found)
