@@ -1,32 +1,46 @@
 """What Prometheus costs a run: a scrape of everything that the catalogue declares, and observing a step against the step's own CPU seconds.
 
-Observing has two halves: the driver reduces signals to a snapshot (measured by the run itself, column `observing_cpu_seconds`), and the trainer counts
-log-ratios by bucket (timed here on as many tokens as a step of that run has).
+`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between two steps. `run`: parts of observing in
+one real run: the driver reduces signals to a snapshot (column `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens
+as a step has), the doctor reads 500 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run in one process with and without
+an exporter that is scraped every second.
 """
 
 import argparse
+import asyncio
 import time
 import urllib.request
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from harness import concord_run, parser, report
+from observed_pairs import observed_pairs
 
 from orchestrator.config import parse_config
 from orchestrator.distributions import Distributions, LabelValues
 from orchestrator.exporter import Exporter
+from orchestrator.live_doctor import EVERY_STEPS, MAX_ROWS, LiveDoctor
 from orchestrator.metric_types import Extent, Metric, MetricType
 from orchestrator.metrics import CATALOGUE, max_series, sizes_of
 from orchestrator.snapshot import Snapshot
+from rollout.dispatch import Counts
 from trainer.ratio_buckets import PARTS, ratio_sums
 
 REPLICAS, BLOCKS, HEADS = 8, 40, 32
 """Of the run whose every series is scraped."""
-SCRAPES = 50
+SCRAPES = 100
+HEADERS = {
+    "Accept": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Accept-Encoding": "gzip",
+}
+"""Of Prometheus 2."""
 WARM_UP = 3
 """Steps of the run that are not counted."""
+PAIR_STEPS = 12
 
 
 def main() -> None:
@@ -34,27 +48,35 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--config", type=Path, default=Path("examples/quickstart.toml"), help="the run that is observed")
     made.add_argument("--steps", type=int, default=30, help="its steps")
-    arguments: argparse.Namespace = made.parse_args()
-    report({"scrape": scrape(), "observing": observing(arguments.config, arguments.steps)}, arguments)
+    made.add_argument("--pairs", type=int, default=20, help="pairs of runs with and without an exporter")
+    made.add_argument("--only", choices=("scrape", "run", "pairs"), default=None)
+    chosen: argparse.Namespace = made.parse_args()
+    parts = {"scrape": scrape, "run": lambda: observing(chosen.config, chosen.steps), "pairs": lambda: observed_pairs(chosen.pairs, PAIR_STEPS)}
+    report({name: part() for name, part in parts.items() if chosen.only in (None, name)}, chosen)
 
 
-def scrape() -> dict[str, float]:
+def scrape() -> dict[str, Any]:
     """Milliseconds of a scrape of every series that a large run may have."""
     config = parse_config({"engine": {"type": "vllm", "replicas": REPLICAS}}, "benchmark")
     sizes = sizes_of(config, blocks=BLOCKS, heads=HEADS)
-    full = full_snapshot(sizes)
+    snapshots = [full_snapshot(sizes, places) for places in range(8)]
+    return {"series_at_most": max_series(sizes), "after_a_step": scrapes(snapshots), "between_steps": scrapes(snapshots[:1])}
+
+
+def scrapes(snapshots: Sequence[Snapshot]) -> dict[str, float]:
+    """Of each snapshot in turn."""
+    took_ms: list[float] = []
+    size = 0
     with Exporter("127.0.0.1", 0) as exporter:
-        exporter.show(full)
-        took_ms: list[float] = []
-        size, cpu_s = 0, time.process_time()
-        for _ in range(SCRAPES):
+        cpu_s = time.process_time()
+        for place in range(SCRAPES):
+            exporter.show(snapshots[place % len(snapshots)])
             begun = time.perf_counter()
-            with urllib.request.urlopen(exporter.url) as answer:
+            with urllib.request.urlopen(urllib.request.Request(exporter.url, headers=HEADERS)) as answer:
                 size = len(answer.read())
             took_ms.append((time.perf_counter() - begun) * 1e3)
         cpu_s = time.process_time() - cpu_s
     return {
-        "series_at_most": max_series(sizes),
         "bytes": size,
         "p50_ms": float(np.percentile(took_ms, 50)),
         "p95_ms": float(np.percentile(took_ms, 95)),
@@ -63,16 +85,17 @@ def scrape() -> dict[str, float]:
     }
 
 
-def full_snapshot(sizes: dict[Extent, int]) -> Snapshot:
-    """A value for every series that is declared."""
+def full_snapshot(sizes: dict[Extent, int], number: int) -> Snapshot:
+    """A value for every series that is declared, another for each `number`."""
     distributions = Distributions()
     numbers: dict[str, dict[LabelValues, float]] = {}
     for metric in CATALOGUE:
         series = series_of(metric, sizes)
         if metric.type is MetricType.HISTOGRAM:
-            distributions.begin(metric.name, series)
+            for labels in series:
+                distributions.observe(metric.name, metric.buckets[number], *labels)
         else:
-            numbers[metric.name] = dict.fromkeys(series, 0.123456789)
+            numbers[metric.name] = dict.fromkeys(series, number + 0.123456789)
     return Snapshot(numbers=numbers, distributions=distributions.copy())
 
 
@@ -86,7 +109,7 @@ def observing(config: Path, steps: int) -> dict[str, float]:
     run = concord_run({"run.steps": steps}, config)
     driver_s = (run.rows[-1]["observing_cpu_seconds"] - run.rows[WARM_UP]["observing_cpu_seconds"]) / (len(run.rows) - 1 - WARM_UP)
     tokens = int(np.mean([row["tokens_per_second"] * row["step_seconds"] for row in run.rows]))
-    trainer_s = bucket_cpu_s(tokens)
+    trainer_s, doctor_s = bucket_cpu_s(tokens), doctor_cpu_s(run.rows) / EVERY_STEPS
     step_s = run.cpu_s_per_step(WARM_UP, steps)
     return {
         "steps": len(run.rows) - 1 - WARM_UP,
@@ -94,7 +117,8 @@ def observing(config: Path, steps: int) -> dict[str, float]:
         "step_cpu_s": step_s,
         "driver_cpu_s": driver_s,
         "trainer_cpu_s": trainer_s,
-        "share": (driver_s + trainer_s) / step_s,
+        "doctor_cpu_s": doctor_s,
+        "share": (driver_s + trainer_s + doctor_s) / step_s,
     }
 
 
@@ -107,6 +131,22 @@ def bucket_cpu_s(tokens: int) -> float:
     for _ in range(100):
         ratio_sums(parts)
     return (time.process_time() - begun) / 100
+
+
+def doctor_cpu_s(rows: Sequence[dict[str, float]]) -> float:
+    """CPU seconds of one look at as many rows as the doctor in the loop keeps."""
+
+    async def nothing(kind: str, fields: object) -> None:
+        """Where events would go."""
+
+    doctor = LiveDoctor(nothing)
+    for step in range(1, MAX_ROWS + 1):
+        doctor.step({**rows[step % len(rows)], "step": step}, Counts(), [])
+    asyncio.run(doctor.look())
+    begun = time.process_time()
+    for _ in range(10):
+        asyncio.run(doctor.look())
+    return (time.process_time() - begun) / 10
 
 
 if __name__ == "__main__":

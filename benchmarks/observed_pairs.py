@@ -3,7 +3,6 @@
 The fleet is that of the tests: real store, episode workers, engine and trainer in one process, whose CPU seconds are all there is.
 """
 
-import asyncio
 import contextlib
 import shutil
 import statistics
@@ -18,13 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from local_fleet import LocalFleet, QuietReporter, inputs_of  # noqa: E402
+from local_fleet import QuietReporter  # noqa: E402
+from local_run import drive_to_its_end  # noqa: E402
 
 from orchestrator.config import RunConfig, parse_config  # noqa: E402
 from orchestrator.exporter import Exporter  # noqa: E402
-from orchestrator.launch import drive  # noqa: E402
-from orchestrator.run_dir import create_run_dir  # noqa: E402
-from trainer.build import build_trainer  # noqa: E402
 
 MODEL = ROOT / "benchmarks" / "workload" / "model"
 WARM_UP = 2
@@ -69,7 +66,7 @@ def run_cpu_s_per_step(steps: int, seed: int, *, observed: bool) -> float:
     reporter.on_step = on_step
     try:
         with scraped() if observed else contextlib.nullcontext() as exporter:
-            drive_to_the_end(config_of(folder, steps, seed), reporter, exporter)
+            drive_to_its_end(config_of(folder, steps, seed), reporter=reporter, exporter=exporter)
     finally:
         shutil.rmtree(folder)
     return (at[steps] - at[WARM_UP]) / (steps - WARM_UP)
@@ -98,30 +95,3 @@ def config_of(folder: Path, steps: int, seed: int) -> RunConfig:
         "trainer": {"checkpoint": {"every_steps": 1000}},
     }
     return parse_config(document, "benchmark")
-
-
-def drive_to_the_end(config: RunConfig, reporter: QuietReporter, exporter: Exporter | None) -> None:
-    """One run in this process."""
-    run = create_run_dir(config, "run")
-    trainer = build_trainer(
-        model_dir=MODEL,
-        config=config.trainer,
-        weights=config.weights,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-        rank=0,
-        init_method=f"file://{run.path / 'rendezvous'}",
-    )
-
-    async def main() -> None:
-        fleet = LocalFleet(config, run.path, MODEL, trainer)
-        try:
-            async with asyncio.timeout(300.0):
-                await drive(config, run, inputs_of(config, MODEL), fleet, reporter, exporter=exporter)
-        finally:
-            await fleet.close()
-
-    try:
-        asyncio.run(main())
-    finally:
-        trainer.close()

@@ -1,11 +1,12 @@
 """Serves the newest snapshot to Prometheus over HTTP, in threads of its own. It knows the catalogue and no loop; a scrape never makes the loop wait."""
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self, TypeAlias
+from typing import Any, Self
 
-from prometheus_client import generate_latest
+from prometheus_client import generate_latest, utils
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
@@ -17,8 +18,8 @@ from rollout.errors import UserError
 from rollout.scrape_server import ScrapeServer
 from trainer.histograms import BucketCounts
 
-Values: TypeAlias = Mapping[LabelValues, float] | Mapping[LabelValues, BucketCounts]
-"""Of one metric, by label values."""
+_utils: Any = utils
+number_text: Callable[[float], str] = _utils.floatToGoString
 
 
 class Exporter:
@@ -71,23 +72,41 @@ class Exporter:
 
 
 class Text:
-    """Snapshots as Prometheus reads them; a metric whose values have not changed since the scrape before keeps its lines."""
+    """Snapshots as Prometheus reads them. What stands before a number is written once for each series, since that is most of the work."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, tuple[Values, bytes]] = {}
+        self._openings: dict[str, _Openings] = {}
 
     def of(self, snapshot: Snapshot) -> bytes:
         """Every metric that has a value, in the order of the catalogue."""
-        return b"".join(self._lines_of(metric, snapshot) for metric in CATALOGUE)
+        return "".join(self._lines_of(metric, snapshot) for metric in CATALOGUE).encode()
 
-    def _lines_of(self, metric: Metric, snapshot: Snapshot) -> bytes:
-        values: Values = (snapshot.distributions if metric.type is MetricType.HISTOGRAM else snapshot.numbers).get(metric.name, {})
-        before = self._lines.get(metric.name)
-        if before is not None and before[0] == values:
-            return before[1]
-        lines = generate_latest(_One(_family(metric, snapshot))) if values else b""
-        self._lines[metric.name] = values, lines
-        return lines
+    def _lines_of(self, metric: Metric, snapshot: Snapshot) -> str:
+        values = (snapshot.distributions if metric.type is MetricType.HISTOGRAM else snapshot.numbers).get(metric.name)
+        if not values:
+            return ""
+        family, series = _family(metric, snapshot), tuple(values)
+        known = self._openings.get(metric.name)
+        if known is None or known.series != series:
+            known = self._openings[metric.name] = _openings(series, family)
+        lines = [f"{opening} {number_text(sample.value)}\n" for opening, sample in zip(known.samples, family.samples, strict=True)]
+        return known.head + "".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Openings:
+    """The text of a metric without its numbers."""
+
+    series: tuple[LabelValues, ...]
+    head: str
+    """Its two lines of comment."""
+    samples: tuple[str, ...]
+    """Name and labels of each sample."""
+
+
+def _openings(series: tuple[LabelValues, ...], family: Family) -> _Openings:
+    comment, kind, *lines = generate_latest(_One(family)).decode().removesuffix("\n").split("\n")
+    return _Openings(series, f"{comment}\n{kind}\n", tuple(line.rpartition(" ")[0] for line in lines))
 
 
 class _One:

@@ -3,16 +3,19 @@
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from local_fleet import QuietReporter
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
 from scrapes import scrape, series_by_metric, value_of
 from served_run import BATCH, GROUP, config_of, drive_served
 
 from orchestrator.distributions import Distributions
-from orchestrator.exporter import Exporter, Text
+from orchestrator.exporter import Exporter, Text, _family
 from orchestrator.live_signals import BoundedParts
 from orchestrator.metric_types import MAX_REWARD_PARTS, MetricType
 from orchestrator.metrics import DECLARED, sizes_of
@@ -58,19 +61,33 @@ def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
     assert value_of(samples, "concord_batch_wait_seconds") == 0.0
 
 
-def test_lines_that_are_kept_from_scrape_to_scrape_are_those_of_the_newest_snapshot():
-    """Values that change, stay, come and go, of each type."""
+def test_text_is_that_of_prometheus_client_whatever_was_shown_before():
+    """Values that change, stay, come and go; label values in another order; what needs escaping; of each type."""
     distributions = Distributions()
     kept = {"concord_step": {(): 7.0}}
-    before = Snapshot(numbers={**kept, "concord_loss": {(): 0.5}, "concord_steps_total": {("applied",): 1.0}}, distributions=distributions.copy())
+    awkward: dict[tuple[str, ...], float] = {('a "b"\\\n\u2028 c',): float("nan"), ("plain",): float("inf")}
+    first: dict[str, dict[tuple[str, ...], float]] = {**kept, "concord_loss": {(): 0.5}, "concord_steps_total": {("applied",): 1.0, ("skipped",): 0.0}}
+    second = {**kept, "concord_steps_total": {("skipped",): 3.0, ("applied",): 2e17}, "concord_reward_part_mean": awkward}
+    before = Snapshot(numbers=first, distributions=distributions.copy())
     distributions.observe("concord_group_pass_rate", 0.5)
-    after = Snapshot(numbers={**kept, "concord_steps_total": {("applied",): 2.0}, "concord_grad_norm": {(): 3.0}}, distributions=distributions.copy())
-    text = Text()
-    shown = [text.of(snapshot) for snapshot in (before, after, after, before)]
-    assert shown == [Text().of(snapshot) for snapshot in (before, after, after, before)]
-    assert b"concord_loss 0.5" in shown[0] and b"concord_loss" not in shown[1]
-    assert b'concord_group_pass_rate_bucket{le="0.5"} 1.0' in shown[1]
-    assert b"# TYPE concord_steps_total counter" in shown[1]
+    distributions.observe("concord_log_ratio_nats", -1e-5, "total")
+    after = Snapshot(numbers=second, distributions=distributions.copy())
+    text, turns = Text(), (before, after, after, before)
+    assert [text.of(snapshot) for snapshot in turns] == [generate_latest(Families(snapshot)) for snapshot in turns]
+    assert b"concord_loss 0.5" in text.of(before)
+    assert b"concord_loss" not in text.of(after)
+
+
+class Families:
+    """A whole snapshot as prometheus_client asks for it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Family]:
+        for metric in DECLARED.values():
+            if self._snapshot.numbers.get(metric.name) or self._snapshot.distributions.get(metric.name):
+                yield _family(metric, self._snapshot)
 
 
 def test_what_was_never_measured_has_no_sample(tmp_path: Path):
