@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 from orchestrator.commands import prepare_model
 from orchestrator.config import RunConfig
 from orchestrator.explain_evidence import evidence_of, show_evidence
+from orchestrator.explain_searches import culprit_lines
 from orchestrator.run_dir import RunDir, open_run_dir
 from rollout.errors import UserError
 from rollout.store.reader import DispatchRecord, StoreReader, open_reader
@@ -40,11 +42,12 @@ def explain_trajectory(path: Path, wanted: str) -> None:
             console.print("no finished group: the store holds no tokens of this dispatch")
             return
         tokenizer = load_tokenizer(_tokenizer_dir(run, config))
-        trained, evidence = record.step, evidence_of(reader, dispatch_id)
+        trained, evidence, searched = record.step, evidence_of(reader, dispatch_id), culprit_lines(run)
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 found = None if evidence is None else evidence.trajectories[index]
-                _show_trajectory(console, group, index, tokenizer, trained, found, tokens=wanted == trajectory.trajectory_id)
+                named = searched.get(trajectory.trajectory_id, ())
+                _show_trajectory(console, group, index, tokenizer, trained, found, named, tokens=wanted == trajectory.trajectory_id)
     finally:
         reader.close()
 
@@ -88,6 +91,7 @@ def _show_trajectory(
     tokenizer: Tokenizer,
     trained: PolicyVersion | None,
     evidence: TrajectoryEvidence | None,
+    searches: Sequence[str],
     *,
     tokens: bool,
 ) -> None:
@@ -104,6 +108,8 @@ def _show_trajectory(
     console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False)
     if evidence is not None:
         show_evidence(console, evidence)
+    for line in searches:
+        console.print(f"  {line}", markup=False, highlight=False)
     if not tokens:
         return
     console.print(

@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator.run_dir import RunDir, open_run_dir
-from rollout.errors import UserError
+from rollout.errors import UserError, boundary
 from rollout.weights import PolicyVersion
 
 BAR_CELLS = 24
+MISSING_THRESHOLD = "not known"
+"""Of a search before the calibration has a threshold."""
 MEANINGS = {
     "omega": "importance ratio pi_now / pi_rollout",
     "sequence_ratio": "its geometric mean over the trajectory",
@@ -50,15 +52,31 @@ def read_searches(run: RunDir) -> list[dict[str, Any]]:
     """The files of `gradloc/`, in the order of epochs and steps.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or one is broken.
     """
-    files = [file for file in run.gradloc.glob("e*-v*.json") if not file.name.startswith(".")]
-    if not files:
+    found = stored_searches(run)
+    if not found:
         raise UserError(
             f"run {run.path} has no gradient search: no step's norm was above its threshold, no block's scale below trainer.gradloc.scale_floor, and nothing "
             "was not finite; to search sooner lower trainer.gradloc.threshold.multiple, or check that trainer.gradloc.enabled is true"
         )
-    return [json.loads(file.read_bytes()) for file in sorted(files, key=lambda file: PolicyVersion.parse(file.stem))]
+    return found
+
+
+def stored_searches(run: RunDir) -> list[dict[str, Any]]:
+    """The same, and none where no step was searched.
+
+    Raises:
+        UserError: a file is broken.
+    """
+    files = [file for file in run.gradloc.glob("e*-v*.json") if not file.name.startswith(".")]
+    return [_document(file) for file in sorted(files, key=lambda file: PolicyVersion.parse(file.stem))]
+
+
+def _document(file: Path) -> dict[str, Any]:
+    with boundary(UserError, f"cannot read {file} (copy the run directory again, or move the file away to see the others)"):
+        document = cast("dict[str, Any]", json.loads(file.read_bytes()))
+        return {name: document[name] for name in ("policy", "step", "searches")}
 
 
 def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
@@ -80,7 +98,7 @@ def _list(found: list[dict[str, Any]]) -> Table:
     for each in found:
         for search in each["searches"]:
             culprits = "\n".join(f"{c['token_text']!r} at {c['position']} of {c['trajectory_id']} ({c['type']})" for c in search["culprits"])
-            numbers = (_number(search["grad_norm"]), _number(search["threshold"], "not known"))
+            numbers = (number_text(search["grad_norm"]), number_text(search["threshold"], MISSING_THRESHOLD))
             table.add_row(each["policy"], search["outcome"], search["acted"], *numbers, Text(culprits))
     return table
 
@@ -90,19 +108,20 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
         console.print(text, markup=False, highlight=False)
 
     if search["outcome"] == "not_searched":
-        norms = f"gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'], 'not known')}"
+        norms = f"gradient norm {number_text(search['grad_norm'])}, threshold {number_text(search['threshold'], MISSING_THRESHOLD)}"
         say(f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
         say("  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or mend what makes every step spike")
         return
     say(f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, {search['acted']}")
+    threshold, tau = (number_text(search[name], MISSING_THRESHOLD) for name in ("threshold", "tau"))
     say(
-        f"  gradient norm {_number(search['grad_norm'])}, threshold {_number(search['threshold'], 'not known')} (tau "
-        f"{_number(search['tau'], 'not known')} a token); culprits explain {_number(search['explained'], 'a share not measured')} of the squared norm; "
-        f"{search['passes']} passes, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
+        f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits explain "
+        f"{number_text(search['explained'], 'a share not measured')} of the squared norm; {search['passes']} passes, {search['tokens_forwarded']} tokens, "
+        f"{search['seconds']:.3g} s"
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
-        say(f"  {search['removed_terms']} terms left the loss; norm of the step that was applied instead {_number(search['grad_norm_after'])}{above}")
+        say(f"  {search['removed_terms']} terms left the loss; norm of the step that was applied instead {number_text(search['grad_norm_after'])}{above}")
     if search["saved"]:
         say(f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] != "located" and search["culprits"]:
@@ -121,7 +140,7 @@ def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
     for header in ("of the token", "", "what it is"):
         table.add_column(header, justify="left" if header else "right")
     for name, meaning in MEANINGS.items():
-        table.add_row(name, "not scored" if name.startswith("d_") and culprit[name] is None else _number(culprit[name]), meaning)
+        table.add_row(name, "not scored" if name.startswith("d_") and culprit[name] is None else number_text(culprit[name]), meaning)
     console.print(table)
     console.print(_blocks(culprit))
 
@@ -135,10 +154,11 @@ def _blocks(culprit: dict[str, Any]) -> Table:
         table.add_column(header, justify="left" if header in ("block", "") else "right", no_wrap=True)
     for block, norm in norms.items():
         cells = BAR_CELLS if norm is None else round(BAR_CELLS * norm / largest) if largest else 0
-        ratio = culprit["block_ratios"].get(block, "")
-        table.add_row(block, _number(norm), ratio if isinstance(ratio, str) else _number(ratio), Text("█" * cells, style="red" if norm is None else "cyan"))
+        ratio = number_text(culprit["block_ratios"][block]) if block in culprit["block_ratios"] else ""
+        table.add_row(block, number_text(norm), ratio, Text("█" * cells, style="red" if norm is None else "cyan"))
     return table
 
 
-def _number(value: float | None, missing: str = "not finite") -> str:
+def number_text(value: float | None, missing: str = "not finite") -> str:
+    """A number of a search, or what its absence means."""
     return missing if value is None else f"{value:.4g}"

@@ -12,6 +12,7 @@ import pytest
 from loop_case import MODEL, Case, assert_accounted
 from search_evidence import build_culprit, build_search
 
+from orchestrator.explain import explain_trajectory
 from orchestrator.run_dir import RunDir
 from orchestrator.search_records import SearchRecords
 from orchestrator.search_show import show_searches
@@ -195,6 +196,30 @@ def test_a_group_that_loses_all_its_trajectories_ends_as_quarantined_and_its_pro
     assert summary["rejected"]["quarantined"] == 1
     assert len(events_of(case, "gradloc_quarantined")) == 2
     assert_accounted(summary)
+
+
+def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    case = Case(tmp_path)
+    named: list[str] = []
+
+    def search(group: Any) -> GradLocEvidence:
+        named.extend(trajectory.trajectory_id for trajectory in group.trajectories)
+        culprits = (build_culprit(trajectory_id=named[0], position=4), build_culprit(trajectory_id=named[0], norm=NAN))
+        return build_search(action="quarantine", acted=Acted.QUARANTINED, culprits=culprits)
+
+    case.trainer = Searching(case, lambda tries: tries == 3, search)
+    case.drive()
+    explain_trajectory(case.run.path, named[0])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gradient search of step e1-v3 (threshold): located; culprit: token " in said
+    assert "at position 4, type A1, norm 12.5 of the step's 13 (threshold 2); action quarantine: the step was computed again without the trajectory" in said
+    assert "at position 5, type A1, norm not finite of the step's 13" in said
+    assert "verdict quarantine (gradient_spike)" in said
+    explain_trajectory(case.run.path, named[1])
+    assert "gradient search" not in capsys.readouterr().out
+    (case.run.gradloc / "e1-v3.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot read .*e1-v3.json .copy the run directory again"):
+        explain_trajectory(case.run.path, named[0])
 
 
 def test_a_skipped_spike_ends_its_groups_under_its_own_name(tmp_path: Path):
