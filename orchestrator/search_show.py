@@ -116,12 +116,13 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
     threshold, tau = (number_text(search[name], MISSING_THRESHOLD) for name in ("threshold", "tau"))
     say(
         f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits explain "
-        f"{number_text(search['explained'], 'a share not measured')} of the squared norm; {search['passes']} passes, {search['tokens_forwarded']} tokens, "
-        f"{search['seconds']:.3g} s"
+        f"{number_text(search['explained'], 'a share not measured')} of the squared norm; "
+        f"{_counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
-        say(f"  {search['removed_terms']} terms left the loss; norm of the step that was applied instead {number_text(search['grad_norm_after'])}{above}")
+        terms = _counted(search["removed_terms"], "term", "terms")
+        say(f"  {terms} left the loss; norm of the step that was applied instead {number_text(search['grad_norm_after'])}{above}")
     if search["saved"]:
         say(f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] != "located" and search["culprits"]:
@@ -157,6 +158,10 @@ def _blocks(culprit: dict[str, Any]) -> Table:
         ratio = number_text(culprit["block_ratios"][block]) if block in culprit["block_ratios"] else ""
         table.add_row(block, number_text(norm), ratio, Text("█" * cells, style="red" if norm is None else "cyan"))
     return table
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def number_text(value: float | None, missing: str = "not finite") -> str:

@@ -83,7 +83,7 @@ def test_all_searches_are_listed_and_one_is_shown_with_its_culprit_marked(tmp_pa
     show_searches(run.path, "10")
     shown = capsys.readouterr().out
     assert "1+2=>>3<<7" in shown and "type A1" in shown and "replica 1" in shown
-    assert "1 terms left the loss" in shown and "still above" not in shown
+    assert "1 term left the loss" in shown and "still above" not in shown
     bars = {name: line.count("█") for line in shown.splitlines() for name in ("embeddings", "model.layers.0") if name in line}
     assert bars["model.layers.0"] > bars["embeddings"] > 0
     show_searches(run.path, "e1-v10", as_json=True)
