@@ -258,11 +258,21 @@ def test_passes_of_steps_long_ago_count_no_more(model: PolicyModel, alone: Ranks
     assert located(next_one) == [place]
 
 
+def test_a_later_step_with_more_micro_batches_than_passes_ends_no_run(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+    loss = spiking_loss()
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, budget_passes=1)
+    assert gradloc.observe(0.0, StepData(micro_batches=healthy[:1])) is None
+    assert gradloc.observe(0.0, StepData(micro_batches=healthy)) is None
+    ran = run_step(model, loss, alone, plant(healthy, places(healthy)[8], 1e5))
+    report = gradloc.observe(ran.norm, ran.data)
+    assert report is not None and (report.outcome, report.hits) == (Outcome.INCONCLUSIVE, ()) and report.passes <= 1
+
+
 def test_bad_settings_are_refused_with_the_cure(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
     for tau in (0.0, -1.0, float("inf")):
         with pytest.raises(ValidationError, match="expected a positive number"):
             GivenTau(tau=tau)
-    with pytest.raises(UserError, match="set it to 4 or more"):
+    with pytest.raises(UserError, match=r"budget_passes = 1, and the first step has 2 micro-batches; .* set it to 4 or more"):
         watching(model, alone, 1.0, budget_passes=1).observe(0.1, StepData(micro_batches=healthy))
 
 

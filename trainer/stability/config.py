@@ -44,8 +44,8 @@ class GradLocConfig(Section):
     scale_floor: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """A block that `trainer.optimizer.clip` (layerclip or adagc) is about to scale below this triggers too, whatever the global norm; 0 never does."""
     budget_passes: PositiveInt | None = None
-    """Passes (forward and backward of what is in question) of one search, at most; no less than a step has micro-batches. None: 64, or twice the
-    micro-batches where that is more."""
+    """Passes (forward and backward of what is in question) of one search, at most. Fewer than the first step has micro-batches end the run there; a later step
+    that has more is searched as far as they reach. None: 64, or twice the micro-batches where that is more."""
     max_hits: PositiveInt = 8
     """More culprits than this are no culprits: the spike is diffuse."""
     action: Literal["observe", "mask", "skip", "quarantine"] = "observe"

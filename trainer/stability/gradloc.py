@@ -119,6 +119,7 @@ class GradLoc:
         self._history: deque[float] = deque(maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps)
         self._before: tuple[float, ...] = ()
         self._for_suspects, self._for_spikes = SpentPasses(), SpentPasses()
+        self._begun = False
 
     def observe(
         self,
@@ -137,7 +138,7 @@ class GradLoc:
             record: of every micro-batch of the step; saves most passes.
 
         Raises:
-            UserError: the budget is below the number of micro-batches; or the model has dropout and the step's random states are not there.
+            UserError: the budget is below the number of micro-batches of the first step; or the model has dropout and the step's random states are not there.
         """
         budget = self._budget(len(step.micro_batches))
         weight_square, num_suspects = (
@@ -200,11 +201,12 @@ class GradLoc:
         budget = self._config.budget_passes
         if budget is None:
             return max(DEFAULT_BUDGET, 2 * micro_batches)
-        if budget < micro_batches:
+        if budget < micro_batches and not self._begun:
             raise UserError(
-                f"got gradloc.budget_passes = {budget} for {micro_batches} micro-batches; a search takes a pass for each: "
+                f"got trainer.gradloc.budget_passes = {budget}, and the first step has {micro_batches} micro-batches; a search may take a pass for each: "
                 f"set it to {2 * micro_batches} or more, or raise trainer.micro_batch_tokens"
             )
+        self._begun = True
         return budget
 
     def _shared(self, micro_batches: Sequence[MicroBatch], num_suspects: int) -> tuple[float, int]:
