@@ -11,6 +11,7 @@ from orchestrator.accounts import Accounts
 from orchestrator.consumption import Pool
 from orchestrator.deadlines import Progress, within
 from orchestrator.replicas import Replicas
+from orchestrator.side_files import SideFiles
 from rollout.dispatch import Counts, Dispatch, Ending, Readmission, RejectReason
 from rollout.prompts import PromptCursor
 from rollout.protocols import Recovery, Store
@@ -29,6 +30,7 @@ class Book:
         self.pool = Pool()
         self.pool.finish(recovery.ready)
         self.accounts = accounts
+        self.side_files = SideFiles(store.record_event)
         self.progress = progress
         self.admit_bell = asyncio.Event()
         self.train_bell = asyncio.Event()

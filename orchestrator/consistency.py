@@ -23,7 +23,7 @@ from orchestrator.gap_drift import GapDrift
 from orchestrator.replicas import Replica, Replicas
 from orchestrator.run_dir import write_atomic
 from rollout.dispatch import Ending, RejectReason
-from rollout.errors import ConcordError, DeadlineError, ProcessLostError
+from rollout.errors import ConcordError, DeadlineError, ProcessLostError, UserError, boundary
 from rollout.trajectory import GroupHeader
 from rollout.weights import PolicyVersion
 from trainer.consistency.config import ConsistencyConfig
@@ -71,8 +71,9 @@ class Baselines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        stored = cast("list[dict[str, str | int | float]]", json.loads(path.read_text()) if path.exists() else [])
-        self._baselines = {baseline.replica: baseline for baseline in map(GapBaseline.from_json, stored)}
+        with boundary(UserError, f"cannot read {path} (move it away: the replicas' gaps are measured anew)"):
+            stored = cast("list[dict[str, str | int | float]]", json.loads(path.read_text()) if path.exists() else [])
+            self._baselines = {baseline.replica: baseline for baseline in map(GapBaseline.from_json, stored)}
 
     def get(self, replica: int) -> GapBaseline | None:
         """None before it was measured."""
@@ -293,11 +294,12 @@ class Consistency:
         self.sums.gaps[gap.replica] = gap
         self._book.accounts.distributions.add("concord_audited_log_ratio_nats", gap.log_ratios, str(gap.replica))
         if self._baselines.get(gap.replica) is None and gap.num_tokens and math.isfinite(gap.k3):
-            self._baselines.set(
-                GapBaseline(
-                    engine=gap.engine, replica=gap.replica, mean_abs=gap.mean_abs, k3=gap.k3, f2=gap.outside_factor_two, tokens=gap.num_tokens
-                )
+            baseline = GapBaseline(
+                engine=gap.engine, replica=gap.replica, mean_abs=gap.mean_abs, k3=gap.k3, f2=gap.outside_factor_two, tokens=gap.num_tokens
             )
+            with self._book.side_files.spared("baseline.json"):
+                self._baselines.set(baseline)
+            await self._book.side_files.tell()
             fields = {"replica": gap.replica, "mean_abs_nats": gap.mean_abs, "k3_nats": gap.k3, "tokens": gap.num_tokens}
             fields |= {"policy": gap.newest.key, "trainer_rounding_nats": gap.trainer_rounding}
             await self._book.store.record_event("consistency_baseline", {**fields})

@@ -40,17 +40,17 @@ class HistogramRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the next part, unless nothing new was counted."""
-        counted = self._counted.copy()
-        self._parts.write([row for name, series in counted.items() for labels, now in series.items() for row in self._rows(name, labels, now.counts)])
+        """Write the next part, unless nothing new was counted. Raises OSError; what the disk refuses is in the next part."""
         self._steps = 0
+        counted = {(name, labels): now.counts for name, series in self._counted.copy().items() for labels, now in series.items()}
+        self._parts.write([row for (name, labels), now in counted.items() for row in self._rows(name, labels, now)])
+        self._written = counted
 
     def _rows(self, name: str, labels: LabelValues, now: tuple[int, ...]) -> list[dict[str, object]]:
         metric = DECLARED[name]
         before = self._written.get((name, labels), (0,) * len(now))
         if now == before:
             return []
-        self._written[name, labels] = now
         told = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
         newest = self._newest
         where = {"trainer_epoch": newest.trainer_epoch, "last_step": newest.version, "signal": metric.column, "labels": told}

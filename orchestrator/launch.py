@@ -30,7 +30,7 @@ from orchestrator.targets import Targets
 from orchestrator.training import StepDone
 from rollout.dispatch import LedgerEntry, RejectReason
 from rollout.environments.registry import build_source
-from rollout.errors import UserError
+from rollout.errors import UserError, boundary
 from rollout.evaluation.overlap import NGRAM, PromptCheck, check_prompts
 from rollout.evaluation.prompts import held_out_prompts
 from rollout.faults.sources import plant_source
@@ -208,7 +208,7 @@ async def drive(
     if inputs.prompts is not None:
         await loop.book.store.record_event("prompts_checked", asdict(inputs.prompts))
     checkpoints.in_use = loop.policies_in_use
-    loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir))
+    loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir), loop.book.side_files)
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), exporter)
 
@@ -227,25 +227,32 @@ async def _observe(
     histograms = HistogramRecorder(run.histograms, loop.accounts.distributions, loop.training.policy)
     observing = None if exporter is None else _observing(run, loop, reporter, exporter, LiveSignals(config, loop, signals, memory))
 
+    side_files = loop.book.side_files
+
     def flush() -> None:
         """What a checkpoint holds is on disk, and no histogram reaches over one: a resume takes back whole parts."""
-        recorder.flush()
-        blocks.flush()
-        histograms.flush()
+        for name, parts in (("metrics", recorder), ("block_metrics", blocks), ("histograms", histograms)):
+            with side_files.spared(name):
+                parts.flush()
 
-    def on_step(done: StepDone) -> None:
+    async def on_step(done: StepDone) -> None:
         row = signals.row(done)
-        recorder.add(row)
+        with side_files.spared("metrics"):
+            recorder.add(row)
         of_blocks = block_values(done.report)
-        blocks.add(done.report.policy, of_blocks)
+        with side_files.spared("block_metrics"):
+            blocks.add(done.report.policy, of_blocks)
         loop.doctor.step(row, loop.book.counts, of_blocks)
-        histograms.add(done.report.policy)
+        with side_files.spared("histograms"):
+            histograms.add(done.report.policy)
         if done.checkpointed:
             flush()
         reporter.step(row, config.run.steps)
         if observing is not None:
             observing.step(done, row)
-        checkpoints.prune(done.report.policy)
+        with side_files.spared("weights that nothing refers to any more"):
+            checkpoints.prune(done.report.policy)
+        await side_files.tell()
 
     loop.training.on_step = on_step
     beside = [asyncio.create_task(memory.run(), name="memory")]
@@ -257,14 +264,17 @@ async def _observe(
         for task in beside:
             task.cancel()
         flush()
+        for trouble in side_files.untold():
+            reporter.say(trouble)
     await loop.doctor.look()
     loop.book.counts = await fleet.store.counts()
     if observing is not None:
         await observing.show()
     summary = signals.summary(memory, "" if exporter is None else exporter.url)
-    write_summary(run, summary)
-    if loop.training.policy.version >= config.run.steps:
-        export_model(Path(loop.training.manifest.location), run.export)
+    with boundary(UserError, f"the training is done and checkpointed, but {run.path} cannot be completed (free space, then: concord resume {run.path})"):
+        write_summary(run, summary)
+        if loop.training.policy.version >= config.run.steps:
+            export_model(Path(loop.training.manifest.location), run.export)
     return summary
 
 

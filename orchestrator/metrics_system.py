@@ -54,6 +54,7 @@ SYSTEM: tuple[Metric, ...] = (
     column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
     column("observing_cpu_seconds", "seconds", 4, "CPU seconds of the driver that reducing signals for Prometheus took since the loop began."),
     column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
+    column("side_file_failures", "failures", 4, "Times since the loop began that the disk refused a file that no accounting rests on; event side_file_failed."),
     gauge(
         "diagnosis",
         "rank",

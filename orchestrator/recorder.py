@@ -3,6 +3,7 @@
 Knows the catalogue; refuses anything that is not in it.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 
 from orchestrator.block_signals import BlockValue
 from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS
-from rollout.errors import ConcordError
+from rollout.errors import ConcordError, UserError, boundary
 from rollout.weights import PolicyVersion
 
 arrow: Any = pa
@@ -24,6 +25,8 @@ BLOCK_SCHEMA: Any = arrow.schema(
         *(("block", arrow.string()), ("head", arrow.int64()), ("signal", arrow.string()), ("value", arrow.float64())),
     ]
 )
+MOST_HELD_STEPS = 1000
+"""Newest steps that wait in memory for a disk that takes them."""
 _LABELS = {metric.column: metric.label_names for metric in BLOCK_CATALOGUE}
 
 
@@ -32,11 +35,12 @@ class Parts:
 
     def __init__(self, directory: Path, schema: Any) -> None:  # noqa: ANN401
         self._directory, self._schema = directory, schema
-        directory.mkdir(parents=True, exist_ok=True)
+        with boundary(UserError, f"cannot make {directory} (free space, or let the run directory be written)"):
+            directory.mkdir(parents=True, exist_ok=True)
         self._next_part = 1 + max((int(path.stem.removeprefix("part-")) for path in directory.glob("part-*.parquet")), default=-1)
 
     def write(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """The next part; none without rows."""
+        """The next part; none without rows. Raises OSError, and there is none then."""
         if not rows:
             return
         path = self._directory / f"part-{self._next_part}.parquet"
@@ -46,62 +50,77 @@ class Parts:
         self._next_part += 1
 
 
+class _Buffer:
+    """The rows of the steps that no part holds yet, step by step. Those that a disk refuses wait for the next part, the newest `MOST_HELD_STEPS`."""
+
+    def __init__(self, parts: Parts, steps_per_part: int) -> None:
+        self._parts, self._steps_per_part = parts, steps_per_part
+        self._steps: deque[Sequence[Mapping[str, object]]] = deque(maxlen=MOST_HELD_STEPS)
+        self._since = 0
+
+    def add(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """One step; every so many are written. Raises OSError as `flush`."""
+        self._steps.append(rows)
+        self._since += 1
+        if self._since >= self._steps_per_part:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered.
+
+        Raises:
+            OSError: the disk refuses it; it is kept.
+        """
+        self._since = 0
+        self._parts.write([row for rows in self._steps for row in rows])
+        self._steps.clear()
+
+
 class MetricsRecorder:
     """Buffers rows and writes a part every `rows_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, rows_per_part: int = 50) -> None:
-        self._parts = Parts(directory, SCHEMA)
-        self._rows_per_part = rows_per_part
-        self._rows: list[Mapping[str, float]] = []
+        self._buffer = _Buffer(Parts(directory, SCHEMA), rows_per_part)
 
     def add(self, row: Mapping[str, float]) -> None:
         """One step.
 
         Raises:
             ConcordError: a name is not declared, or a declared one is missing.
+            OSError: a part was due, and the disk refuses it; its rows are kept for the next one.
         """
         if set(row) != set(COLUMNS):
             raise ConcordError(
                 f"metric row has undeclared {sorted(set(row) - set(COLUMNS))} and lacks {sorted(set(COLUMNS) - set(row))}; declare metrics "
                 "in orchestrator/metrics.py"
             )
-        self._rows.append(row)
-        if len(self._rows) >= self._rows_per_part:
-            self.flush()
+        self._buffer.add((row,))
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        self._parts.write(self._rows)
-        self._rows.clear()
+        """Write what is buffered. Raises OSError; what the disk refuses is kept."""
+        self._buffer.flush()
 
 
 class BlockRecorder:
     """Buffers the values of blocks and writes a part every `steps_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, steps_per_part: int = 50) -> None:
-        self._parts = Parts(directory, BLOCK_SCHEMA)
-        self._steps_per_part = steps_per_part
-        self._rows: list[Mapping[str, object]] = []
-        self._steps = 0
+        self._buffer = _Buffer(Parts(directory, BLOCK_SCHEMA), steps_per_part)
 
     def add(self, policy: PolicyVersion, values: Sequence[BlockValue]) -> None:
         """The step that produced `policy`, with as many values as it has.
 
         Raises:
             ConcordError: a signal is not declared, or not with these labels.
+            OSError: a part was due, and the disk refuses it; its rows are kept for the next one.
         """
         for one in values:
             labels = ("block",) if one.head is None else ("block", "head")
             if _LABELS.get(one.signal) != labels:
                 raise ConcordError(f"got a value of {one.signal} with labels {labels}, declared are {_LABELS.get(one.signal)}; see orchestrator/metrics.py")
         of_step = {"trainer_epoch": policy.trainer_epoch, "step": policy.version}
-        self._rows += [{**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value} for one in values]
-        self._steps += 1
-        if self._steps >= self._steps_per_part:
-            self.flush()
+        self._buffer.add([{**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value} for one in values])
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        self._parts.write(self._rows)
-        self._rows.clear()
-        self._steps = 0
+        """Write what is buffered. Raises OSError; what the disk refuses is kept."""
+        self._buffer.flush()

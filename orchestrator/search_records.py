@@ -8,12 +8,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from orchestrator.run_dir import write_atomic
+from orchestrator.side_files import SideFileError, SideFiles
+from rollout.errors import boundary
 from rollout.tokenizer import Tokenizer
 from rollout.weights import PolicyVersion
 from trainer.stability.evidence import Culprit, GradLocEvidence
@@ -24,8 +27,12 @@ EventFields = dict[str, str | int | float | bool | None]
 class SearchRecords:
     """One driver's life."""
 
-    def __init__(self, folder: Path | None = None, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
-        """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for at the first search."""
+    def __init__(self, folder: Path | None = None, tokenizer: Callable[[], Tokenizer] | None = None, side_files: SideFiles | None = None) -> None:
+        """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for at the first search.
+
+        A file that cannot be written is told to `side_files`; without them it raises.
+        """
+        self._side_files = side_files
         self._folder, self._make_tokenizer = folder, tokenizer
         self._tokenizer: Tokenizer | None = None
         self.outcomes: Counter[str] = Counter()
@@ -46,11 +53,9 @@ class SearchRecords:
         self.seconds += evidence.seconds
         document = self._document(evidence) | {"saved": saved}
         if self._folder is not None:
-            self._folder.mkdir(exist_ok=True)
             path = self._folder / f"{policy.key}.json"
-            before: list[Any] = json.loads(path.read_bytes())["searches"] if path.exists() else []
-            whole = {"policy": policy.key, "step": policy.version, "searches": [*before, document]}
-            write_atomic(path, json.dumps(whole, indent=2, allow_nan=False) + "\n")
+            with nullcontext() if self._side_files is None else self._side_files.spared(f"{self._folder.name}/{path.name}"):
+                _write(path, policy, document)
         return _event(policy, document)
 
     def _document(self, evidence: GradLocEvidence) -> dict[str, Any]:
@@ -68,6 +73,16 @@ class SearchRecords:
         if self._tokenizer is None and self._make_tokenizer is not None:
             self._tokenizer = self._make_tokenizer()
         return "" if self._tokenizer is None else self._tokenizer.decode(np.array(ids, dtype=np.int32), skip_special_tokens=False)
+
+
+def _write(path: Path, policy: PolicyVersion, document: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    before: list[Any] = []
+    if path.exists():
+        with boundary(SideFileError, f"{path} is broken and stays as it is; this search is in its event alone"):
+            before = json.loads(path.read_bytes())["searches"]
+    whole = {"policy": policy.key, "step": policy.version, "searches": [*before, document]}
+    write_atomic(path, json.dumps(whole, indent=2, allow_nan=False) + "\n")
 
 
 def _plain(evidence: GradLocEvidence | Culprit) -> dict[str, Any]:

@@ -125,6 +125,7 @@ class Signals:
             "trainer_busy": loop.accounts.trainer_busy_s / max(1e-9, time.monotonic() - self._begun),
             "replica_restarts": loop.supervision.restarts,
             "worker_restarts": loop.collection.restarts,
+            "side_file_failures": loop.book.side_files.failures,
             "observing_cpu_seconds": loop.accounts.observing_cpu_s,
             **loop.accounts.speeds.columns(),
             **(NO_SCORE if loop.evaluation is None else loop.evaluation.columns()),

@@ -7,7 +7,7 @@ it also waits until the engines have the weights, before the next step changes t
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -61,6 +61,10 @@ class Checkpoints(Protocol):
         ...
 
 
+async def _nothing(done: StepDone) -> None:
+    """What is done with a step where nobody asks."""
+
+
 class Training:
     """Owns the trainer's version."""
 
@@ -87,7 +91,7 @@ class Training:
         self.manifest = start
         self.skipped = 0
         self.searches = SearchRecords()
-        self.on_step: Callable[[StepDone], None] = lambda done: None
+        self.on_step: Callable[[StepDone], Awaitable[None]] = _nothing
         self._saved = start.policy
         self._why_skipped = ""
         self._waits_since: float | None = None
@@ -123,7 +127,7 @@ class Training:
                 phases.checkpoint_s = time.monotonic() - begun
                 done = replace(done, checkpointed=True)
             self._book.progress.beat()
-            self.on_step(done)
+            await self.on_step(done)
         if self._saved != self.policy:
             await self._checkpoint()
 
@@ -154,6 +158,9 @@ class Training:
         phases.train_s = time.monotonic() - begun
         await self._tell_planted(report)
         await self._searched(request.policy, report)
+        if report.not_saved:
+            book.side_files.failed("saved_steps", report.not_saved)
+        await book.side_files.tell()
         if report.skipped:
             await self._skipped(ids, request.policy, report)
             return None

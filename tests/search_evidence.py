@@ -1,10 +1,20 @@
-"""Evidence of a gradient search, as a step's report carries it."""
+"""Evidence of a gradient search, as a step's report carries it, and a trainer whose steps carry it."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from loop_case import Case
+
+from rollout.codec import decode
+from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion
+from trainer.consistency.evidence import audited_group
+from trainer.scripted import ScriptedTrainer
 from trainer.stability.evidence import Acted, Culprit, CulpritType, GradLocEvidence
+from trainer.stability.quarantine import quarantined
+from trainer.types import StepReport, StepRequest
 
 
 def build_culprit(**changes: Any) -> Culprit:
@@ -52,3 +62,23 @@ def build_search(**changes: Any) -> GradLocEvidence:
         "seconds": 0.5,
     }
     return GradLocEvidence(**{**fields, **changes})
+
+
+class Searching(ScriptedTrainer):
+    """Steps of `chosen` tries were searched; `search` says what came out, given the first trajectory of the batch."""
+
+    def __init__(self, case: Case, chosen: Callable[[int], bool], search: Callable[[Any], GradLocEvidence], skipped: str = "") -> None:
+        super().__init__(case.config.trainer)
+        self._chosen, self._search, self._skipped, self._tries = chosen, search, skipped, 0
+
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
+        self._tries += 1
+        report = super().step(groups, request)
+        if not self._chosen(self._tries):
+            return report
+        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+        search = self._search(decode(groups.payloads[0]))
+        out = {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()
+        return replace(
+            report, gradloc=search, quarantined=quarantined(audited, search), trained_ids=report.trained_ids - out, skipped=self._skipped
+        )

@@ -135,10 +135,11 @@ class PolicyTrainer:
         """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0 only; not collective.
 
         Returns:
-            The report with the folder's name, and with those that made room for it; the report as it is where there is nothing to keep.
+            The report with the folder's name, and with those that made room for it; the report as it is where there is nothing to keep, or
+            with the reason where the disk refuses it.
 
         Raises:
-            UserError: the place cannot be written, or no weights were published before the step.
+            UserError: no weights were published before the step.
         """
         reason = reason_to_keep(report, self._config.saved_steps)
         if not reason:
@@ -162,7 +163,10 @@ class PolicyTrainer:
             tau=math.nan if report.gradloc is None else report.gradloc.tau,
             planted=report.planted,
         )
-        name, removed = save_step(parent, saved, self._config.saved_steps.keep)
+        try:
+            name, removed = save_step(parent, saved, self._config.saved_steps.keep)
+        except UserError as error:
+            return replace(report, not_saved=str(error))
         return replace(report, saved=name, saves_removed=removed)
 
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -88,10 +88,11 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
     complete_directory(temporary, parent / name)
     alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
     removed = alike[: max(0, len(alike) + 1 - keep)]
-    for path in [*removed, *partial_directories(parent)]:
-        # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks like one.
-        (path / STEP_NAME).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    with boundary(UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"):
+        for path in [*removed, *partial_directories(parent)]:
+            # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks like one.
+            (path / STEP_NAME).unlink(missing_ok=True)
+            shutil.rmtree(path)
     return name, tuple(path.name for path in removed)
 
 

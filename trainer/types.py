@@ -187,5 +187,7 @@ class StepReport:
     """Gradient faults of `[faults]` that the step was due."""
     saved: str = ""
     """Folder in `saved_steps` that holds the step's batch, else empty."""
+    not_saved: str = ""
+    """Why the batch of a step that was to be kept is not, else empty."""
     saves_removed: tuple[str, ...] = ()
     """Older folders there that made room for it."""

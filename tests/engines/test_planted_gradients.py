@@ -118,6 +118,9 @@ def test_a_nan_token_stops_its_step_and_no_later_one(folder: Path, tmp_path: Pat
         assert report.skipped.startswith("non-finite loss") and report.planted[0].factor is None
         request = StepRequest(policy=PolicyVersion(1, 2), oldest_version=0)
         assert trainer.save_step(tmp_path / "saved", stored(seed=2), request, report).saved == "2"
+        (tmp_path / "no-folder").write_text("")
+        refused = trainer.save_step(tmp_path / "no-folder", stored(seed=2), request, report)
+        assert refused.saved == "" and "free space" in refused.not_saved
         unmoved = trainer.publish(PolicyVersion(1, 2), tmp_path / "w2")
         assert before is not None and published is not None and unmoved is not None
         assert before.digest != published.digest == unmoved.digest

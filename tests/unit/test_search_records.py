@@ -3,30 +3,24 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loop_case import MODEL, Case, assert_accounted
-from search_evidence import build_culprit, build_search
+from search_evidence import Searching, build_culprit, build_search
 
 from orchestrator.explain import explain_trajectory
 from orchestrator.run_dir import RunDir
 from orchestrator.search_records import SearchRecords
 from orchestrator.search_show import show_searches
-from rollout.codec import decode
 from rollout.errors import UserError
 from rollout.store.reader import open_reader
 from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion
-from trainer.consistency.evidence import audited_group, decode_evidence
-from trainer.scripted import ScriptedTrainer
+from trainer.consistency.evidence import decode_evidence
 from trainer.stability.evidence import Acted, GradLocEvidence
-from trainer.stability.quarantine import quarantined
-from trainer.types import StepReport, StepRequest, Verdict
+from trainer.types import Verdict
 
 NAN = math.nan
 
@@ -119,26 +113,6 @@ def test_a_step_that_was_not_searched_says_so_with_the_cure(tmp_path: Path, caps
     shown = " ".join(capsys.readouterr().out.split())
     assert "step e1-v9: not searched, though threshold asked for it; gradient norm 13, threshold not known" in shown
     assert "had spent trainer.gradloc.spike_passes" in shown
-
-
-class Searching(ScriptedTrainer):
-    """Steps of `chosen` tries were searched; `search` says what came out, given the first trajectory of the batch."""
-
-    def __init__(self, case: Case, chosen: Callable[[int], bool], search: Callable[[Any], GradLocEvidence], skipped: str = "") -> None:
-        super().__init__(case.config.trainer)
-        self._chosen, self._search, self._skipped, self._tries = chosen, search, skipped, 0
-
-    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
-        self._tries += 1
-        report = super().step(groups, request)
-        if not self._chosen(self._tries):
-            return report
-        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
-        search = self._search(decode(groups.payloads[0]))
-        out = {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()
-        return replace(
-            report, gradloc=search, quarantined=quarantined(audited, search), trained_ids=report.trained_ids - out, skipped=self._skipped
-        )
 
 
 def events_of(case: Case, kind: str) -> list[dict[str, Any]]:

@@ -1,0 +1,55 @@
+"""Files of a run that no accounting rests on: metric parts, gradient searches, baselines. A disk that refuses one is told and counted, and ends no training.
+
+What the accounting rests on (store, weights, checkpoints) is another matter: that ends the run with the cure.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+
+from rollout.errors import ConcordError
+
+Fields = dict[str, str | int | float | bool | None]
+
+
+class SideFileError(ConcordError):
+    """A file that no accounting rests on is broken or cannot be written."""
+
+
+class SideFiles:
+    """Of one driver's life."""
+
+    def __init__(self, record_event: Callable[[str, Fields], Awaitable[None]]) -> None:
+        self._record_event = record_event
+        self._failing: set[str] = set()
+        self._untold: deque[tuple[str, str]] = deque()
+        self.failures = 0
+
+    @contextmanager
+    def spared(self, what: str) -> Generator[None]:
+        """Inside, `what` is written or removed; trouble with the disk stays inside. It is told, and again after `what` has worked."""
+        try:
+            yield
+        except (OSError, SideFileError) as error:
+            self.failed(what, str(error))
+        else:
+            self._failing.discard(what)
+
+    def failed(self, what: str, reason: str) -> None:
+        """`what` could not be written or removed."""
+        self.failures += 1
+        if what not in self._failing:
+            self._failing.add(what)
+            self._untold.append((what, reason))
+
+    def untold(self) -> list[str]:
+        """Trouble that no event tells yet, in words; it is told with that."""
+        said = [f"{what}: the disk refuses it, the training goes on: {reason}" for what, reason in self._untold]
+        self._untold.clear()
+        return said
+
+    async def tell(self) -> None:
+        """An event for each trouble that none tells yet."""
+        while self._untold:
+            what, reason = self._untold.popleft()
+            await self._record_event("side_file_failed", {"what": what, "reason": reason})
