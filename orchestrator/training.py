@@ -230,8 +230,7 @@ class Training:
         book.counts = await within(
             book.store.acknowledge(commit), self._deadlines.store_s, f"the store to write the commit record of step {request.policy.version}"
         )
-        quarantined = {group.dispatch_id for group in report.quarantined}
-        await book.end_leased([_untrained(header.dispatch_id, quarantined=header.dispatch_id in quarantined) for header in empty])
+        await book.end_leased([_untrained(header.dispatch_id, quarantined=header.dispatch_id in report.quarantined_groups) for header in empty])
         book.ring()
 
     async def _checkpoint(self) -> None:

@@ -13,7 +13,7 @@ from rollout.weights import PolicyVersion
 from trainer.consistency.evidence import audited_group
 from trainer.scripted import ScriptedTrainer
 from trainer.stability.evidence import Acted, Culprit, CulpritType, GradLocEvidence
-from trainer.stability.quarantine import quarantined
+from trainer.stability.quarantine import groups_with_quarantines, quarantined
 from trainer.types import StepReport, StepRequest
 
 
@@ -79,6 +79,6 @@ class Searching(ScriptedTrainer):
         audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
         search = self._search(decode(groups.payloads[0]))
         out = {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()
-        return replace(
-            report, gradloc=search, quarantined=quarantined(audited, search), trained_ids=report.trained_ids - out, skipped=self._skipped
-        )
+        now = quarantined(audited, search)
+        report = replace(report, quarantined=now, quarantined_groups=groups_with_quarantines(audited, now))
+        return replace(report, gradloc=search, trained_ids=report.trained_ids - out, skipped=self._skipped)

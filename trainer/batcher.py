@@ -12,6 +12,7 @@ from rollout.errors import UserError
 from rollout.trajectory import LogprobSemantics, Trajectory, TrajectoryGroup
 from trainer.consistency.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.protocols import Algorithm
+from trainer.stability.quarantine import quarantined_by_search
 from trainer.types import OldLogprobSource, TrainingSample, Verdict
 
 
@@ -20,7 +21,7 @@ class TrainingBatch:
     """All samples of one optimizer step, over all ranks."""
 
     samples: tuple[TrainingSample, ...]
-    """Those with at least one term in the loss."""
+    """Those with at least one term in the loss, or that had some before the gradient search quarantined them."""
     num_tokens: int
     """Terms in the loss."""
     temperature: float
@@ -41,11 +42,14 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kept:
-    """A trajectory that has at least one term in the loss."""
+    """A trajectory that counts in the denominators."""
 
     trajectory: Trajectory
     evidence: TrajectoryEvidence | None
     mask: NDArray[np.bool_]
+    """[T] terms in the loss."""
+    terms: int
+    """Terms in the denominators."""
     advantage: float
 
 
@@ -59,6 +63,8 @@ def build_batch(
     """Take the sampled tokens that the verdicts accept, except those older than `oldest_version`.
 
     Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n) (sequence_mean, S samples with n terms).
+    A trajectory that the gradient search quarantined has none of its terms in the loss, and all of them in the denominators: the step that it was found in had
+    them, and a resume from before that step takes it again, bit for bit.
     Advantages are relative to the whole group, rejected trajectories included: a verdict is about tokens, not about the reward.
 
     Raises:
@@ -74,18 +80,20 @@ def build_batch(
         trajectories = audited.group.trajectories
         evidences = audited.evidence.trajectories if audited.evidence is not None else (None,) * len(trajectories)
         for trajectory, evidence, advantage in zip(trajectories, evidences, advantages.tolist(), strict=True):
-            mask = _loss_mask(trajectory, evidence, oldest_version)
-            terms = int(np.count_nonzero(mask))
-            if terms < trajectory.num_sampled:
+            out = evidence is not None and quarantined_by_search(evidence)
+            counted = _loss_mask(trajectory, evidence, oldest_version, Verdict.MASK if out else None)
+            mask = np.zeros_like(counted) if out else counted
+            terms = int(np.count_nonzero(counted))
+            if np.count_nonzero(mask) < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
             if terms:
-                kept.append(_Kept(trajectory=trajectory, evidence=evidence, mask=mask, advantage=advantage))
-    counts = [int(np.count_nonzero(each.mask)) for each in kept]
+                kept.append(_Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage))
+    counts = [each.terms for each in kept]
     total = sum(counts)
     weights = [1.0 / max(1, total)] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
     return TrainingBatch(
         samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
-        num_tokens=total,
+        num_tokens=sum(int(np.count_nonzero(each.mask)) for each in kept),
         temperature=_temperature([each.trajectory for each in kept]),
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
@@ -102,9 +110,9 @@ def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], 
     return tuple((part, float(np.mean(given))) for part, given in values.items())
 
 
-def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int) -> NDArray[np.bool_]:
-    """[T]; position 0 is never in it, since no position predicts it."""
-    verdict = Verdict.ACCEPT if evidence is None else evidence.verdict
+def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int, verdict: Verdict | None) -> NDArray[np.bool_]:
+    """[T]; position 0 is never in it, since no position predicts it. `verdict` stands for that of the evidence."""
+    verdict = verdict or (Verdict.ACCEPT if evidence is None else evidence.verdict)
     if verdict in (Verdict.REJECT, Verdict.QUARANTINE):
         return np.zeros(trajectory.sampled.shape, dtype=np.bool_)
     mask = trajectory.sampled.copy()

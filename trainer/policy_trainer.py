@@ -43,7 +43,7 @@ from trainer.sharded_state import load_checkpoint, save_checkpoint
 from trainer.stability.blocks import named_blocks
 from trainer.stability.evidence import Quarantined
 from trainer.stability.gradient_probe import TokenLoss
-from trainer.stability.quarantine import quarantined
+from trainer.stability.quarantine import groups_with_quarantines, quarantined
 from trainer.stability.random_states import RandomState
 from trainer.stability.step_watch import StepWatch
 from trainer.types import MicroBatch, PlantedFault, StepReport, StepRequest
@@ -129,7 +129,7 @@ class PolicyTrainer:
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
         report = _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
-        return replace(report, planted=planted)
+        return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
         """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0 only; not collective.

@@ -151,6 +151,8 @@ class StepReport:
     """Of the search for the tokens behind the step's gradient; None where nothing asked for one."""
     quarantined: tuple[Quarantined, ...] = ()
     """Groups that lost trajectories for good because of it."""
+    quarantined_groups: frozenset[str] = field(default=frozenset())
+    """Dispatches of the step with a trajectory that is quarantined, because of it or from before."""
     block_norms: tuple[tuple[str, float], ...] = ()
     """(block, L2 norm of its gradient before any clip), in the order of the model."""
     block_scales: tuple[tuple[str, float], ...] = ()

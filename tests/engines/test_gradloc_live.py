@@ -169,7 +169,7 @@ def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Pa
         assert digest(trainer, folder, "plain") == weights
         (quarantined,) = report.quarantined
         later = audited_group(groups.payloads[groups.dispatch_ids.index(quarantined.dispatch_id)], quarantined.verdict)
-        ids = {sample.trajectory_id for sample in build_batch([later], trainer._algorithm, 0, "token_mean").samples}
+        ids = {sample.trajectory_id for sample in build_batch([later], trainer._algorithm, 0, "token_mean").samples if sample.loss_mask.any()}
     assert quarantined.trajectory_ids == (place.trajectory_id,)
     assert ids == {t.trajectory_id for t in later.group.trajectories} - {place.trajectory_id}
     assert later.evidence is not None
@@ -179,6 +179,19 @@ def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Pa
     assert report.trained_ids.isdisjoint({place.trajectory_id}) and place.trajectory_id in report.masked_ids
     assert report.num_tokens == plain.totals["tokens"]
     assert evidence_of(report).acted is Acted.QUARANTINED
+
+
+def test_a_step_that_is_taken_again_with_its_quarantines_is_the_step_that_found_them(folder: Path, given: dict[str, Any]):
+    # Invariant 8: a crash behind the step, and a resume from before it. The verdict is durable; nothing spikes the second time.
+    groups, results = spiked(1, negative_places(healthy_groups(1))[7]), []
+    for name in ("found", "again"):
+        with live_trainer(folder, name, {"threshold": given, "action": "quarantine"}) as trainer:
+            report = take(trainer, groups)
+            results.append((digest(trainer, folder, name), replace(report, phases_s=(), gradloc=None, quarantined=())))
+        new = {group.dispatch_id: group.verdict for group in report.quarantined}
+        groups = replace(groups, verdicts=tuple(new.get(i, old) for i, old in zip(groups.dispatch_ids, groups.verdicts, strict=True)))
+    assert report.gradloc is None and not report.quarantined and len(report.quarantined_groups) == 1
+    assert results[0] == results[1]
 
 
 def test_nothing_is_done_about_a_step_whose_culprit_was_not_located(folder: Path):

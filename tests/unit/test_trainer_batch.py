@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from builders import build_dispatch, build_evidence, build_group, build_trajectory
+from search_evidence import build_culprit, build_search
 
 from rollout.errors import UserError
 from rollout.trajectory import LogprobSemantics, TrajectoryGroup, VersionSpan
@@ -15,9 +16,11 @@ from rollout.weights import PolicyVersion
 from trainer.algorithms.registry import build_algorithm
 from trainer.batcher import TrainingBatch, build_batch
 from trainer.config import GrpoConfig
-from trainer.consistency.evidence import AuditedGroup
+from trainer.consistency.evidence import AuditedGroup, decode_evidence
 from trainer.packing import pack
 from trainer.policy_loss import loss_tokens
+from trainer.stability.evidence import Acted
+from trainer.stability.quarantine import quarantined
 from trainer.staleness import summarize_staleness, token_staleness
 from trainer.types import OldLogprobSource, Verdict
 
@@ -99,6 +102,18 @@ def test_a_refused_trajectory_leaves_the_loss_but_stays_in_its_groups_baseline(v
     assert [sample.trajectory_id for sample in part.samples] == ["d-0/0", "d-0/2"]
     assert [sample.advantage for sample in part.samples] == [whole.samples[0].advantage, whole.samples[2].advantage]
     assert part.masked_ids == {"d-0/1"}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_what_the_gradient_search_quarantined_leaves_the_loss_and_stays_in_the_denominators(aggregation: Literal["token_mean", "sequence_mean"]):
+    group = build_group(rewards=(1.0, 0.0, 0.0))
+    culprit = build_culprit(trajectory_id=group.trajectories[1].trajectory_id)
+    (out,) = quarantined([audited(group)], build_search(acted=Acted.QUARANTINED, culprits=(culprit,)))
+    whole = batch([audited(group)], aggregation=aggregation)
+    part = batch([AuditedGroup(group=group, evidence=decode_evidence(out.verdict))], aggregation=aggregation)
+    assert [(s.trajectory_id, s.token_weight, s.advantage) for s in part.samples] == [(s.trajectory_id, s.token_weight, s.advantage) for s in whole.samples]
+    assert [int(np.count_nonzero(s.loss_mask)) for s in part.samples] == [8, 0, 8]
+    assert (part.num_tokens, whole.num_tokens, part.masked_ids) == (16, 24, {culprit.trajectory_id})
 
 
 def test_a_mask_verdict_takes_out_the_tokens_that_it_names():

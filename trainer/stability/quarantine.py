@@ -31,6 +31,21 @@ def quarantined(audited: Sequence[AuditedGroup], evidence: GradLocEvidence | Non
     return tuple(result)
 
 
+def quarantined_by_search(evidence: TrajectoryEvidence) -> bool:
+    """Whether the gradient search took the trajectory out."""
+    return evidence.verdict is Verdict.QUARANTINE and any(finding.code == CODE for finding in evidence.findings)
+
+
+def groups_with_quarantines(audited: Sequence[AuditedGroup], now: Sequence[Quarantined]) -> frozenset[str]:
+    """Dispatches of which a trajectory is quarantined, by whomever: before the step, or in it."""
+    before = {
+        group.group.dispatch_id
+        for group in audited
+        if group.evidence is not None and any(each.verdict is Verdict.QUARANTINE for each in group.evidence.trajectories)
+    }
+    return frozenset(before | {group.dispatch_id for group in now})
+
+
 def keep_quarantines(found: GroupEvidence, before: GroupEvidence | None) -> GroupEvidence:
     """New evidence of a group, in which the trajectories that the gradient search quarantined stay so."""
     if before is None:
