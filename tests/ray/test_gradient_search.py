@@ -19,9 +19,9 @@ SETTINGS = (
     "run.group_size=4",
     "run.deterministic=true",
     'staleness={max_staleness=0, order="dispatch"}',
-    'engine={type="torch", num_cpus=0}',
     "trainer.type=fsdp",
     "trainer.micro_batch_tokens=64",
+    'trainer.algorithm={type="grpo", clip_low=0.999, clip_high=1e9}',  # the scripted engine's log-probs are no policy's
     'trainer.gradloc={action="mask", threshold={type="calibrated", warmup_steps=3}}',
     f'faults.plant=[{{type="grad_spike", start_version={SPIKE}, factor=1e6}}]',
     "reward.type=python",
@@ -35,13 +35,13 @@ def output_of(process: ConcordProcess) -> str:
     return " ".join("".join(process.output).split())
 
 
-@pytest.mark.timeout(START_S + 4 * STEP_S)
+@pytest.mark.timeout(2 * START_S + 4 * STEP_S)
 def test_a_planted_spike_is_located_and_masked_and_the_run_goes_on(concord: Start, tmp_path: Path):
     config, run, module = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "mine"
     module.mkdir()
     (module / "graded.py").write_text(REWARD)
     process = concord("run", config, *(part for setting in SETTINGS for part in ("--set", setting)), environment={"PYTHONPATH": str(module)})
-    assert process.exit_status() == 0, process.errors
+    assert process.exit_status(2 * START_S) == 0, process.errors
     assert process.left_of_it(5.0) == []
 
     (planted,) = [event for event in events_of(run) if event["kind"] == "fault_planted"]
