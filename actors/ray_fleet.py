@@ -36,6 +36,7 @@ class RayFleet:
         self._workers: dict[int, RayWorkerPort] = {}
         self._auditors: dict[int, RayAuditor] = {}
         self._evaluator: RayEvaluator | None = None
+        self._first_evaluator: Any = EvaluationActor.options(**self._small).remote(spec) if spec.evaluation.every_steps else None
         self._pids: dict[str, tuple[Any, int]] = {}
 
     def _new_ranks(self) -> list[Any]:
@@ -82,8 +83,12 @@ class RayFleet:
         return self._auditors[index]
 
     async def new_evaluator(self) -> RayEvaluator:
-        """A new incarnation of the evaluation actor. One that never starts is no part of the fleet: nobody waits for its process id."""
-        handle: Any = EvaluationActor.options(**self._small).remote(self._spec)
+        """A new incarnation of the evaluation actor; the first starts together with the fleet.
+
+        One that never starts is no part of the fleet: nobody waits for its process id.
+        """
+        handle: Any = self._first_evaluator or EvaluationActor.options(**self._small).remote(self._spec)
+        self._first_evaluator = None
         await call(handle.pid.remote(), "the evaluation")
         self._evaluator = RayEvaluator(handle)
         return self._evaluator
@@ -124,8 +129,9 @@ class RayFleet:
                 group.create_task(self._stop(port))
         for handle in [*(p.handle for p in self._workers.values()), *(p.handle for p in self._auditors.values()), *self._rewards, *self.trainer.ranks]:
             kill(handle)
-        if self._evaluator is not None:
-            kill(self._evaluator.handle)
+        for handle in (self._first_evaluator, None if self._evaluator is None else self._evaluator.handle):
+            if handle is not None:
+                kill(handle)
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await self.store.close()

@@ -1,10 +1,13 @@
 """Periodic evaluation: a committed version -> a score with its fingerprint, as an event and as columns.
 
-Consumes ledger commits; asks the evaluation actor, which asks one serving replica beside its ordinary work; waits for nobody and makes nobody wait, but for
-the last score of a run that has ended. An evaluation that fails is an event; the next one is due at its own time.
+Consumes ledger commits; asks the evaluation actor, which asks one serving replica beside its ordinary work. It waits for nobody, and two wait for it: the
+engines' first update, until version 0 is scored, which no engine holds afterwards (the trainer goes on meanwhile); and the end of a run, for its last score.
+An evaluation that fails is an event; the next one is due at its own time.
 """
 
 import asyncio
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.ports import EvaluatorPort, Fleet
@@ -43,13 +46,30 @@ class Evaluation:
         self._asked = 0
         self._final: PolicyVersion | None = None
         self._finished = asyncio.Event()
+        self._first_is_over = asyncio.Event()
+        if self._due > 0:
+            self._first_is_over.set()
         self.newest: Score | None = None
         self.changes = 0
         """How often the configuration of an evaluation was another than that of the one before."""
+        self.tokens = 0
+        """Sampled by the engines for finished prompts of evaluations."""
+        self.seconds = 0.0
+        """In which a replica answered evaluations."""
 
-    def committed(self) -> None:
-        """The ledger has a new version."""
+    def ring(self) -> None:
+        """The ledger has a new version, or a replica begins to serve."""
         self._bell.set()
+
+    async def version_0_is_scored(self) -> None:
+        """Return once it is, or cannot be: its evaluation failed, or has taken `evaluation.deadline_s`. At once in a run that goes on from a checkpoint."""
+        if not self._first_is_over.is_set():
+            self._book.progress.waits("publication", "the evaluation of version 0")
+            with suppress(TimeoutError):  # what happened to it is told where it ends
+                async with asyncio.timeout(self._config.deadline_s):
+                    await self._first_is_over.wait()
+            self._first_is_over.set()
+            self._book.progress.waits("publication", "")
 
     def columns(self) -> dict[str, float]:
         """Of the newest score."""
@@ -105,11 +125,14 @@ class Evaluation:
         if replica is None:
             raise ConcordError(f"no engine replica serves {asked.policy.key} any more")
         self._asked += 1
+        begun = time.monotonic()
         report = await within(
             _scored(port, replica, asked.policy, f"{asked.policy.key}-{self._asked}"),
             self._config.deadline_s,
             f"the evaluation of {asked.policy.key} on replica {replica.slot}",
         )
+        self.seconds += time.monotonic() - begun
+        self.tokens += report.tokens
         await self._take(report, asked, replica)
 
     def _is_due(self, policy: PolicyVersion) -> bool:
@@ -118,6 +141,7 @@ class Evaluation:
     def _passed(self, version: int) -> None:
         every = self._config.every_steps
         self._due = (version // every + 1) * every
+        self._first_is_over.set()
         if self._final is not None and version >= self._final.version:
             self._finished.set()
 
@@ -144,6 +168,7 @@ class Evaluation:
             "failed": report.failed,
             "failure": report.failure,
             "length_mean": report.length_mean,
+            "tokens": report.tokens,
             "replica": replica.slot,
             "seconds": report.seconds,
             **{f"part_{name}": value for name, value in report.parts},

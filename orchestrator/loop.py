@@ -11,7 +11,7 @@
 * consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that let groups through; waits for
   the service; unblocked by collection and by ledger commits.
 * supervision checks replicas and restarts what failed.
-* evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; makes nobody wait.
+* evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; the engines' first update waits for that of version 0.
 * the doctor reads rows and events every few steps and says what is wrong.
 
 None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
@@ -143,7 +143,10 @@ class Loop:
         return consistency
 
     def _evaluation(self, config: RunConfig) -> Evaluation:
-        return Evaluation(config=config.evaluation, fleet=self._fleet, replicas=self.replicas, book=self.book, publisher=self.publisher)
+        evaluation = Evaluation(config=config.evaluation, fleet=self._fleet, replicas=self.replicas, book=self.book, publisher=self.publisher)
+        self.publisher.ready_to_apply = evaluation.version_0_is_scored
+        self.supervision.on_serving = evaluation.ring
+        return evaluation
 
     def request_stop(self) -> None:
         """Finish the running step, checkpoint, and end."""
@@ -209,7 +212,7 @@ class Loop:
         if self.consistency is not None:
             self.consistency.committed(self.publisher.committed.policy)
         if self.evaluation is not None:
-            self.evaluation.committed()
+            self.evaluation.ring()
         self.book.ring()
 
     def _note_store_latency(self, call: str, seconds: float) -> None:

@@ -54,7 +54,7 @@ class Publisher:
         """The manifest that new incarnations start on."""
         self.superseded = 0
         self.ready_to_apply: Callable[[], Awaitable[None]] | None = None
-        """Deterministic mode: awaited before each update, until nothing runs and nothing may start."""
+        """Awaited before each update. Deterministic mode: until nothing runs and nothing may start; with evaluations: until version 0 is scored."""
 
     def offer(self, manifest: WeightManifest) -> None:
         """A newer policy is on disk."""

@@ -129,12 +129,18 @@ class Signals:
             "observing_cpu_seconds": loop.accounts.observing_cpu_s,
             **loop.accounts.speeds.columns(),
             **(NO_SCORE if loop.evaluation is None else loop.evaluation.columns()),
+            "evaluation_tokens": 0 if loop.evaluation is None else loop.evaluation.tokens,
+            "evaluation_busy": self._evaluation_busy(),
         }
 
     def engine_busy(self) -> float:
         """Mean share of the wall clock in which a replica generated."""
         busy = self._loop.replicas.busy_s()
         return min(1.0, sum(busy.values()) / len(busy) / max(1e-9, time.monotonic() - self._begun))
+
+    def _evaluation_busy(self) -> float:
+        seconds = 0.0 if self._loop.evaluation is None else self._loop.evaluation.seconds
+        return seconds / len(self._loop.replicas.busy_s()) / max(1e-9, time.monotonic() - self._begun)
 
     def summary(self, memory: PeakMemory, metrics_url: str) -> dict[str, object]:
         """The machine-readable result. Counts come from the store; means and rates from this driver's life."""

@@ -26,6 +26,8 @@ class Supervision:
         self.publisher: Publisher | None = None
         self.on_tainted: Callable[[Replica, PolicyVersion, str], Awaitable[None]] | None = None
         """Told of a replica that did not take over this policy."""
+        self.on_serving: Callable[[], None] = lambda: None
+        """Told when a new incarnation serves."""
         self.restarts = 0
 
     async def run(self) -> None:
@@ -65,4 +67,5 @@ class Supervision:
                 "replica_restarted", {"replica": replica.slot, "incarnation": replica.incarnation, "policy": self.publisher.committed.policy.key}
             )
             self._book.ring()
+            self.on_serving()
             return

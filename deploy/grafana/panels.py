@@ -205,7 +205,8 @@ FLEET = Dashboard(
         by("Up", "none", 4, "concord_replica_up", "replica"),
         Panel("Version by replica and of the trainer", "none", (("concord_replica_version", "replica {{replica}}"), ("concord_trainer_version", "trainer")), 4),
         rates("Sampled tokens a second", "none", 4, "generated_tokens", "replica"),
-        lines("Busy", "percentunit", 4, "engine_busy", "trainer_busy"),
+        lines("Tokens sampled for evaluations", "none", 4, "evaluation_tokens"),
+        lines("Busy", "percentunit", 4, "engine_busy", "evaluation_busy", "trainer_busy"),
         Panel(
             "Canary gap and its tolerance",
             "none",

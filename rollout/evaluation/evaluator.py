@@ -47,6 +47,8 @@ class EvaluationReport:
     """The first reason; empty without any."""
     length_mean: float
     """Sampled tokens a sample."""
+    tokens: int
+    """Sampled tokens of the finished prompts."""
     policies: tuple[PolicyVersion, ...]
     """All that sampled a token, oldest first; more than one makes the score a mixture."""
     parts: tuple[tuple[str, str], ...]
@@ -147,13 +149,15 @@ def _report(answers: Sequence[TrajectoryGroup | EpisodeFailure], parts: tuple[tu
     failures = [answer for answer in answers if isinstance(answer, EpisodeFailure)]
     scores = np.array([np.mean([reward.total for reward in group.rewards]) for group in groups], dtype=np.float64)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    tokens = sum(trajectory.num_sampled for trajectory in trajectories)
     return EvaluationReport(
         score=float(scores.mean()) if scores.size else None,
         stderr=float(scores.std(ddof=1) / np.sqrt(scores.size)) if scores.size > 1 else None,
         prompts=len(groups),
         failed=len(failures),
         failure=f"{failures[0].reason}: {failures[0].detail}" if failures else "",
-        length_mean=sum(t.num_sampled for t in trajectories) / len(trajectories) if trajectories else 0.0,
+        length_mean=tokens / len(trajectories) if trajectories else 0.0,
+        tokens=tokens,
         policies=tuple(sorted({span.policy for trajectory in trajectories for span in trajectory.version_spans})),
         parts=parts,
         fingerprint=fingerprint(parts),

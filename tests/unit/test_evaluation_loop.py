@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
 from run_record import assert_every_dispatch_ends_once, events_of
 
 from orchestrator.config import RunConfig, parse_config
+from orchestrator.evaluation import Evaluation
 from orchestrator.launch import drive
+from orchestrator.replicas import Replica
 from orchestrator.run_dir import create_run_dir
 from rollout.errors import ConcordError, ProcessLostError
-from rollout.evaluation.evaluator import EvaluationReport
+from rollout.evaluation.config import EvaluationConfig
+from rollout.evaluation.evaluator import Evaluates, EvaluationReport
 from rollout.protocols import Engine
 from rollout.trajectory import EngineTag
 from rollout.weights import PolicyVersion
@@ -82,6 +85,7 @@ def report(score: float | None = 0.5, parts: tuple[tuple[str, str], ...] = (("sa
         failed=0,
         failure="",
         length_mean=3.0,
+        tokens=15,
         policies=tuple(PolicyVersion(1, version) for version in versions),
         parts=parts,
         fingerprint=str(hash(parts)),
@@ -103,6 +107,99 @@ def test_the_first_version_every_few_steps_and_the_last_one_are_scored(tmp_path:
     assert last["weights_digest"] and last["fingerprint"] and last["part_chat_template"] is not None
     assert len({event["fingerprint"] for event in scores}) == 1
     assert summary["dispatched"] == summary["trained"] + sum(summary["rejected"].values()) + sum(summary["failed"].values()) + summary["in_flight"]
+
+
+class SlowFirst(LocalEvaluator):
+    """Its first evaluation begins when the trainer has gone as far as it can without an update of the engines."""
+
+    def __init__(self, evaluator: Evaluates, trained: Callable[[], int], until: int) -> None:
+        super().__init__(evaluator)
+        self._trained, self._until = trained, until
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        while not self.asked and self._trained() < self._until:  # noqa: ASYNC110 - rows have no event
+            await asyncio.sleep(0)
+        return await super().evaluate(slot, policy, label)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_version_0_is_scored_whole_however_long_that_takes_and_training_goes_on_meanwhile(tmp_path: Path, eta: int):
+    case = Case(tmp_path, f"staleness.max_staleness={eta}")
+
+    def slow(fleet: LocalFleet) -> None:
+        async def new() -> LocalEvaluator:
+            case.evaluators.append(SlowFirst(fleet.make_evaluator(), lambda: len(case.reporter.rows), until=eta + 1))
+            return case.evaluators[-1]
+
+        fleet.new_evaluator = new
+
+    case.drive(slow)
+    first = case.events("evaluation")[0]
+    assert (first["version"], first["oldest_version"], first["mixed"]) == (0, 0, False)
+    committed = [event["policy"] for event in events_of(case.run.path) if event["kind"] == "version_committed" and event["number"] < first["number"]]
+    assert committed == ["e1-v0"]
+    assert len([event for event in case.events("step_committed") if event["number"] < first["number"]]) >= eta + 1
+
+
+def test_a_first_evaluation_that_never_answers_holds_updates_back_for_its_deadline_only(tmp_path: Path):
+    case = Case(tmp_path, "evaluation.deadline_s=0.2", "evaluation.every_steps=50")
+    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: NeverAnswers([report()])))
+    assert summary["version"] == 8
+    assert "waited 0.2 s for the evaluation of e1-v0" in case.events("evaluation_failed")[0]["reason"]
+
+
+class NeverAnswers(FakeEvaluator):
+    """As it says."""
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+class NoReplicaYet:
+    """Stands where replicas, publisher, book and fleet stand."""
+
+    def __init__(self) -> None:
+        self.policy = PolicyVersion(1, 0)
+        self.committed = self.store = self.progress = self
+        self.ports: list[Replica] = []
+        self.asked = asyncio.Event()
+
+    def serving(self, committed: PolicyVersion) -> list[Replica]:
+        return self.ports
+
+    async def new_evaluator(self) -> NoReturn:
+        self.asked.set()
+        raise ConcordError("it need not start")
+
+    async def record_event(self, kind: str, fields: dict[str, Any]) -> None:
+        return None
+
+
+def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
+    async def main() -> None:
+        room: Any = NoReplicaYet()
+        evaluation = Evaluation(config=EvaluationConfig(every_steps=3), fleet=room, replicas=room, book=room, publisher=room)
+        async with asyncio.timeout(DEADLINE_S):
+            running = asyncio.create_task(evaluation.run())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not room.asked.is_set()
+            room.ports.append(Replica(slot=0))
+            evaluation.ring()
+            await room.asked.wait()
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_tokens_and_seconds_of_evaluations_are_told_apart_from_training(tmp_path: Path):
+    case = Case(tmp_path)
+    case.drive()
+    last, scores = case.reporter.rows[-1], case.events("evaluation")
+    of_rows = [sum(event["tokens"] for event in scores[:n]) for n in range(len(scores) + 1)]
+    assert scores[0]["tokens"] == round(scores[0]["length_mean"] * 5) > 0
+    assert last["evaluation_tokens"] in of_rows[1:] and 0 < last["evaluation_busy"] < 1
 
 
 def test_evaluations_leave_no_trace_in_the_store_of_training(tmp_path: Path):
