@@ -44,6 +44,7 @@ class Evaluation:
         self._bell = asyncio.Event()
         self._due = publisher.committed.policy.version
         self._asked = 0
+        self._scored_whole = -1
         self._final: PolicyVersion | None = None
         self._finished = asyncio.Event()
         self._first_is_over = asyncio.Event()
@@ -102,7 +103,9 @@ class Evaluation:
             self._passed(asked.policy.version)
 
     async def last(self, policy: PolicyVersion, stop: asyncio.Event) -> None:
-        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond `stop`."""
+        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond `stop`. One that it has counts."""
+        if self._scored_whole == policy.version:
+            return
         self._final = policy
         self._bell.set()
         finished, stopped = asyncio.ensure_future(self._finished.wait()), asyncio.ensure_future(stop.wait())
@@ -151,6 +154,8 @@ class Evaluation:
             await self._book.store.record_event("evaluation_failed", {"version": asked.policy.version, "reason": reason})
             return
         newest, mixed = report.policies[-1], len(report.policies) > 1
+        if not mixed:
+            self._scored_whole = newest.version
         if self.newest is not None and self.newest.fingerprint != report.fingerprint:
             self.changes += 1
         self.newest = Score(score=report.score, stderr=report.stderr or 0.0, version=newest.version, fingerprint=report.fingerprint)

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
 from run_record import assert_every_dispatch_ends_once, events_of
 
 from orchestrator.config import RunConfig, parse_config
+from orchestrator.deadlines import Progress
 from orchestrator.evaluation import Evaluation
 from orchestrator.launch import drive
 from orchestrator.replicas import Replica
@@ -156,39 +157,70 @@ class NeverAnswers(FakeEvaluator):
         raise AssertionError("nobody sets it")
 
 
-class NoReplicaYet:
-    """Stands where replicas, publisher, book and fleet stand."""
+class Room:
+    """Stands where replicas, publisher, book and fleet stand; its policy is committed, and its evaluator scores that."""
 
-    def __init__(self) -> None:
-        self.policy = PolicyVersion(1, 0)
-        self.committed = self.store = self.progress = self
-        self.ports: list[Replica] = []
-        self.asked = asyncio.Event()
+    def __init__(self, version: int, *ports: Replica) -> None:
+        self.policy, self.digest = PolicyVersion(1, version), "d" * 64
+        self.committed = self.store = self
+        self.progress = Progress(lambda: 0.0)
+        self.ports = list(ports)
+        self.told: asyncio.Queue[str] = asyncio.Queue()
 
     def serving(self, committed: PolicyVersion) -> list[Replica]:
         return self.ports
 
-    async def new_evaluator(self) -> NoReturn:
-        self.asked.set()
-        raise ConcordError("it need not start")
+    async def new_evaluator(self) -> "Room":
+        return self
+
+    async def connect(self, slot: int, engine: object, tag: object) -> None:
+        return None
+
+    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
+        return report(versions=(policy.version,))
 
     async def record_event(self, kind: str, fields: dict[str, Any]) -> None:
-        return None
+        self.told.put_nowait(kind)
+
+    def evaluation(self) -> Evaluation:
+        room: Any = self
+        return Evaluation(config=EvaluationConfig(every_steps=4), fleet=room, replicas=room, book=room, publisher=room)
+
+
+def a_replica() -> Replica:
+    serving: Any = object()
+    return Replica(slot=0, port=serving, tag=serving)
 
 
 def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
     async def main() -> None:
-        room: Any = NoReplicaYet()
-        evaluation = Evaluation(config=EvaluationConfig(every_steps=3), fleet=room, replicas=room, book=room, publisher=room)
+        room = Room(0)
+        evaluation = room.evaluation()
         async with asyncio.timeout(DEADLINE_S):
             running = asyncio.create_task(evaluation.run())
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert not room.asked.is_set()
-            room.ports.append(Replica(slot=0))
+            assert room.told.empty()
+            room.ports.append(a_replica())
             evaluation.ring()
-            await room.asked.wait()
+            assert await room.told.get() == "evaluation"
         running.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_last_version_that_is_scored_already_is_not_scored_again():
+    async def main() -> None:
+        room = Room(8, a_replica())
+        evaluation = room.evaluation()
+        async with asyncio.timeout(DEADLINE_S):
+            running = asyncio.create_task(evaluation.run())
+            assert await room.told.get() == "evaluation"
+            await evaluation.last(room.policy, asyncio.Event())
+            for _ in range(5):
+                await asyncio.sleep(0)
+        running.cancel()
+        assert room.told.empty()
 
     asyncio.run(main())
 
