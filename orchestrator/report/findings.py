@@ -14,6 +14,8 @@ from orchestrator.report.drawing import shown
 from orchestrator.report.page import Card, Section, TokenInContext, table_of
 from rollout.weights import PolicyVersion
 
+UNTRUSTED = "entropy, KL, clip fractions, importance ratios and weights"
+"""What `Diagnosis.untrusted` holds, in words."""
 MOST_CULPRITS = 20
 """Cards; further culprits are in the files."""
 MOST_SEARCHES = 50
@@ -29,7 +31,7 @@ def findings_section(record: Record) -> Section:
 def _summary(found: Diagnosis) -> str:
     if found.primary is None:
         return f"The doctor looked at {found.steps} steps and found nothing that needs mending."
-    untrusted = f" Until the findings of layer 4 are mended, do not trust {', '.join(found.untrusted)}." if found.untrusted else ""
+    untrusted = f" Until the findings of layer 4 are mended, do not trust {UNTRUSTED}." if found.untrusted else ""
     return f"In causal order: look at the first one first, it may have caused the others.{untrusted}"
 
 
@@ -42,7 +44,7 @@ def _finding(finding: Finding) -> Card:
         lines=(
             finding.summary,
             *(f"Evidence: {evidence_text(one)}" for one in finding.evidence),
-            *(() if advice is None else (f"Do: {' '.join(advice.do)}", f"Do not: {' '.join(advice.do_not)}")),
+            *(() if advice is None else (f"Do: {' '.join(advice.do)}", " ".join(advice.do_not))),
         ),
     )
 
@@ -54,15 +56,15 @@ def gradloc_section(folder: Path) -> Section:
     lost = f" {broken} files of gradloc/ cannot be read." if broken else ""
     if not searches:
         return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
-    culprits = [(policy, search, culprit) for policy, search in searches for culprit in search["culprits"]]
+    culprits = [(policy, search, culprit) for policy, search in searches if search.get("outcome") == "located" for culprit in search["culprits"]]
     forgone = sum(search.get("outcome") == "not_searched" for _, search in searches)
-    in_vain = f" and {forgone} steps that asked for one when trainer.gradloc.spike_passes were spent" if forgone else ""
+    in_vain = f" and {_many(forgone, 'step', 'steps')} that asked for one when trainer.gradloc.spike_passes were spent" if forgone else ""
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
     return Section(
         key="gradloc",
         title=title,
-        intro=f"{len(searches) - forgone} searches{in_vain}, {len(culprits)} culprits; only outcome located names a cause. All numbers: "
-        f"concord gradloc RUN STEP.{more}{lost}",
+        intro=f"{_many(len(searches) - forgone, 'search', 'searches')}{in_vain}, {_many(len(culprits), 'token', 'tokens')} located; no other outcome names "
+        f"a cause. All numbers: concord gradloc RUN STEP.{more}{lost}",
         cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
         table=table_of(
             ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"), [_row(*each) for each in searches[-MOST_SEARCHES:]]
@@ -102,10 +104,14 @@ def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any])
         lines=(
             f"Norm {_number(get('norm'))} of the step's {_number(search.get('grad_norm'))} (threshold {_number(search.get('threshold'))}); "
             f"{', '.join(f'{name} {_number(value)}' for name, value in numbers)}; sampled under {get('policy')} by replica {get('replica')}; "
-            f"what became of the step: {search.get('acted')}.",
+            f"done about it: {search.get('acted')}.",
         ),
         token=TokenInContext(str(get("text_before", "")), str(get("token_text", "")), str(get("text_after", ""))),
     )
+
+
+def _many(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
 
 
 def _number(value: object) -> str:

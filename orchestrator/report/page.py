@@ -44,10 +44,14 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text; all columns but the first are numbers."""
+    """Rows of text; unless it says otherwise, all columns but the first are numbers."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    folded: str = ""
+    """What stands in its place until the reader opens it; empty: it is open."""
+    text: bool = False
+    """All columns are text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,6 @@ def script_json(value: Mapping[str, object]) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of text."""
-    return Table(tuple(heads), tuple(tuple(row) for row in rows))
+def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], folded: str = "", *, text: bool = False) -> Table:
+    """A table."""
+    return Table(tuple(heads), tuple(tuple(row) for row in rows), folded, text)

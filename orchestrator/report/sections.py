@@ -7,7 +7,7 @@ from orchestrator.report.drawing import bin_size
 from orchestrator.report.findings import findings_section, gradloc_section
 from orchestrator.report.page import Page, Section, Tile, table_of
 from orchestrator.report.record import RunRecord
-from orchestrator.report.timeline import MOST_LINES, marks_of, timeline
+from orchestrator.report.timeline import MOST_LINES, marks_of, marks_table, timeline
 from orchestrator.report.work import endings, endings_figure, phases_figure
 from orchestrator.run_dir import RunDir
 
@@ -70,9 +70,16 @@ def timeline_section(record: RunRecord) -> Section:
     crowded = f" Only the first {MOST_LINES} events are drawn through the curves." if len(marks_of(record)) > MOST_LINES else ""
     intro = (
         "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause what is below. Ticks: a version reached "
-        f"the engines. Diamonds and dotted lines: events, in the colour of their layer.{shared}{crowded}"
+        f"the engines. Diamonds and dotted lines: events, in the colour of their layer.{_scores_told(record)}{shared}{crowded}"
     )
-    return Section(key="timeline", title="Timeline", intro=intro, figures=(timeline(record),))
+    return Section(key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record)))
+
+
+def _scores_told(record: RunRecord) -> str:
+    """How to read scores of evaluations, where there are any."""
+    prints = {event.fields.get("fingerprint") for event in record.events_of("evaluation")}
+    many = f" {len(prints)} configurations were in force, each with its own marks and line: their scores do not compare." if len(prints) > 1 else ""
+    return f" Black marks: scores of evaluations, at the version scored.{many}" if prints else ""
 
 
 def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
@@ -122,7 +129,7 @@ def phases_section(record: RunRecord) -> Section:
         return Section(key="phases", title="Phases of a step", intro="No step is on disk yet.")
     rows = record.rows
     share = float(rows.column("step_wait_seconds").sum() / rows.column("step_seconds").sum())
-    intro = f"The trainer waited for a batch in {share:.0%} of the time: much of it means that the engines are the bottleneck."
+    intro = f"The trainer waited for a batch in {share:.0%} of the time: much of it means that engines or rewards are the bottleneck."
     return Section(key="phases", title="Phases of a step", intro=intro, figures=(figure,))
 
 

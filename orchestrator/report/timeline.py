@@ -9,15 +9,19 @@ import numpy as np
 from orchestrator.layers import LAYERS
 from orchestrator.reading.record import Record
 from orchestrator.report.drawing import PALE_INK, Figure, Series, Trace, axis, bin_size, caption, fields_text, layout_of, numbers, plain, thinned
+from orchestrator.report.page import Table, table_of
 from orchestrator.report.record import PlacedEvent, RunRecord
 from rollout.store.journal import EventKind
 
 MOST_LINES = 60
-"""Events that are drawn through the panels; further ones are in the strip below only."""
+"""Events that are drawn through the panels and named in the table; further ones are in the strip below only."""
+SCORES = ("● evaluation",)
 LOG_SPAN = 100.0
 """A curve whose largest value is this many times its median is drawn on a logarithmic axis."""
 LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "gradloc_quarantined": 3, "evaluation": 1, "prompts_checked": 1}
 """Events of the run are of layer 4 unless said here, or unless they name their own layer."""
+MOST_TEXT = 240
+"""Characters of an event in the table."""
 BACKGROUND = (EventKind.STEP_COMMITTED, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED, EventKind.STEP_TAKEN_BACK, "consistency_baseline")
 """Events that are no marks of their own: the axis, the ticks of versions, and what belongs to a resume."""
 
@@ -43,10 +47,10 @@ class Panel:
 
 
 PANELS = (
-    Panel(1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each", bold=False))),
+    Panel(1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each step", bold=False))),
     Panel(2, "nats", (Curve("policy_entropy", "entropy"), Curve("approx_kl", "KL of the step", bold=False))),
     Panel(3, "norm", (Curve("grad_norm", "gradient norm", largest=True),)),
-    Panel(4, "nats", (Curve("consistency_gap_mean", "engine gap"), Curve("abs_rollout_difference_mean", "with staleness", bold=False))),
+    Panel(4, "nats", (Curve("consistency_gap_mean", "gap to the engines"), Curve("abs_rollout_difference_mean", "with staleness", bold=False))),
 )
 TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
 """Upper and lower end of each panel, as shares of the height; the strip of marks lies below them."""
@@ -54,7 +58,7 @@ TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
 
 def timeline(record: RunRecord) -> Figure:
     """The figure; with no steps on disk its panels are empty."""
-    rows = record.rows
+    rows, scores = record.rows, _scores(record.events_of("evaluation"))
     size = bin_size(len(rows))
     steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
     traces: list[Trace] = []
@@ -63,24 +67,33 @@ def timeline(record: RunRecord) -> Figure:
     for number, (panel, (top, bottom)) in enumerate(zip(PANELS, TOPS, strict=True), 1):
         layer = LAYERS[panel.layer]
         traces += [_curve(curve, layer.colour, steps, _values(rows, curve, size), f"y{number}") for curve in panel.curves]
-        names = ", ".join(f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in panel.curves)
-        captions.append(caption(f"<b>{layer.number} {layer.name}</b>: {names}", top, layer.colour))
+        more = SCORES if panel.layer == 1 and scores else ()
+        captions.append(caption(f"<b>{layer.number} {layer.name}</b><br>{_names(rows, panel, more)}", top, layer.colour))
         axes[f"yaxis{number}"] = axis(panel.unit, domain=[bottom, top], **_scale(rows, panel))
     marks = marks_of(record)
-    traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_diamonds(marks), *_scores(record.events_of("evaluation"))]
+    traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_diamonds(marks), *scores]
     strip = {"domain": [0.0, 0.05], "tickvals": [0, 1], "ticktext": ["versions", "events"], "range": [-0.6, 1.6], "showgrid": False, "fixedrange": True}
     first = float(rows.column("step")[0]) if len(rows) else 0.0
     reach = max([float(rows.last_step), 1.0, *(event.place for event in record.events)])
     layout = layout_of(
-        760,
+        800,
+        margin={"l": 52, "r": 12, "t": 40, "b": 44},
         **axes,
         yaxis5={**axis(), **strip},
-        xaxis=axis("step (= policy version after it)", anchor="y5", range=[min(first - 1.0, 0.0), reach * 1.01]),
+        xaxis=axis("step (= policy version after it)", anchor="y5", range=[min(first - 1.0, 0.0) - reach * 0.015, reach * 1.015]),
         annotations=captions,
         shapes=[_line(event) for event in marks[:MOST_LINES]],
         hovermode="closest",
     )
     return Figure(key="timeline", traces=traces, layout=layout)
+
+
+def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
+    """What is drawn; what was not measured is not."""
+    there = [curve for curve in panel.curves if np.isfinite(rows.column(curve.column)).any()]
+    names = [f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in there]
+    absent = [f"{curve.name} not measured" for curve in panel.curves if curve not in there]
+    return ", ".join((*names, *more, *absent))
 
 
 def _values(rows: Record, curve: Curve, size: int) -> Series:
@@ -105,17 +118,25 @@ def _scale(rows: Record, panel: Panel) -> dict[str, object]:
     values = np.concatenate([rows.column(curve.column) for curve in panel.curves])
     positive = values[np.isfinite(values) & (values > 0)]
     wide = len(panel.curves) == 1 and len(positive) and positive.max() > LOG_SPAN * np.median(positive)
-    return {"type": "log"} if wide else {"rangemode": "tozero"}
+    return {"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}
 
 
 def marks_of(record: RunRecord) -> list[PlacedEvent]:
     """Events that are drawn as marks. Scores of evaluations are points of the first panel instead."""
-    return [event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_start(event)]
+    return [event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_routine(event)]
 
 
-def _is_start(event: PlacedEvent) -> bool:
-    """The opening of a run is no event to look at; that of a resume is."""
+def _is_routine(event: PlacedEvent) -> bool:
+    """What every start leaves is nothing to look at; a resume is, and so is a check of prompts that found something."""
+    if event.kind == "prompts_checked":
+        return not event.fields.get("duplicates") and not event.fields.get("overlapping")
     return event.kind == EventKind.EPOCH_OPENED and event.fields.get("trainer_epoch") == 1
+
+
+def marks_table(marks: Sequence[PlacedEvent]) -> Table | None:
+    """The same for a reader without a pointer."""
+    rows = [(f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]]
+    return table_of(("step", "event", "what it says"), rows, folded=f"Events in words ({len(marks):,})", text=True) if rows else None
 
 
 def label_of(event: PlacedEvent) -> str:
@@ -171,7 +192,7 @@ def _told(event: PlacedEvent) -> str:
 
 
 def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
-    """Evaluation scores as points of the first panel: one trace a fingerprint, and a line only between scores of the same one."""
+    """Evaluation scores as points of the first panel, at the version that they score: one trace a fingerprint, a line only between scores of the same one."""
     scored = [event for event in events if isinstance(event.fields.get("score"), int | float)]
     by_print: dict[str, list[PlacedEvent]] = {}
     for event in scored:
@@ -182,7 +203,7 @@ def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
             "type": "scatter",
             "mode": "lines+markers",
             "name": "evaluation",
-            "x": [round(event.place, 3) for event in group],
+            "x": [event.fields.get("version", round(event.place, 3)) for event in group],
             "y": [event.fields["score"] for event in group],
             "yaxis": "y1",
             "text": [_told(event) for event in group],

@@ -26,7 +26,7 @@ def test_scores_come_beside_training_and_the_doctor_names_the_planted_worker(con
     assert_every_dispatch_ends_once(run)
     assert "evaluation" in summary["peak_rss_mb"]
     scores = [event for event in events_of(run) if event["kind"] == "evaluation"]
-    assert scores[0]["oldest_version"] == 0
+    assert (scores[0]["version"], scores[0]["mixed"]) == (0, False)
     assert scores[-1]["version"] == summary["version"]
     assert {event["prompts"] for event in scores} == {6}
     assert len({event["fingerprint"] for event in scores}) == 1

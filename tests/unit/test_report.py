@@ -26,7 +26,7 @@ from orchestrator.report.make import make_report
 from orchestrator.report.page import Page, script_json
 from orchestrator.report.record import read_record
 from orchestrator.report.sections import page_of
-from orchestrator.report.timeline import PANELS, layer_of
+from orchestrator.report.timeline import PANELS, layer_of, marks_of
 from orchestrator.report.work import endings
 from orchestrator.run_dir import RunDir
 from orchestrator.search_records import SearchRecords
@@ -93,8 +93,32 @@ def test_an_event_lies_where_it_happened_between_the_steps(run: RunDir):
 
 
 def test_the_check_of_prompts_is_a_mark_of_layer_one(finished: RunDir):
-    (event,) = read_record(finished.path).events_of("prompts_checked")
+    record = read_record(finished.path)
+    (event,) = record.events_of("prompts_checked")
     assert layer_of(event) == 1
+    assert event not in marks_of(record), "it found nothing"
+
+
+def test_a_score_stands_at_the_version_that_it_scores_and_configurations_share_no_line(run: RunDir):
+    plant_event(run, "evaluation", 4, score=0.5, version=3, fingerprint="a")
+    plant_event(run, "evaluation", 7, score=0.6, version=6, fingerprint="a")
+    plant_event(run, "evaluation", 10, score=0.2, version=9, fingerprint="b")
+    figure = figures_of(page_of(read_record(run.path)))["timeline"]
+    assert [(trace["x"], trace["y"]) for trace in figure.traces if trace.get("name") == "evaluation"] == [([3, 6], [0.5, 0.6]), ([9], [0.2])]
+    assert "2 configurations were in force" in text_of(run)
+
+
+def test_events_stand_in_words_below_the_curves(run: RunDir):
+    plant_event(run, "replica_failed", 7, replica=1, reason="its engine core is dead")
+    text = text_of(run)
+    assert "Events in words (2)" in text, "the doctor found hard prompts, too"
+    assert "<td>replica failed</td><td>replica 1, reason its engine core is dead</td>" in text
+
+
+def test_a_search_that_located_nothing_names_no_token(run: RunDir):
+    SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL)).keep(PolicyVersion(1, 7), build_search(outcome="diffuse"))
+    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
+    assert section.cards == () and "1 search, 0 tokens located" in section.intro
 
 
 def test_a_version_that_the_engines_took_over_is_a_tick(finished: RunDir):
@@ -174,8 +198,8 @@ def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
     section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "findings")
     card = next(card for card in section.cards if card.title.startswith("weight sync, since step"))
     assert card.tag == "critical · 4 training system"
-    assert card.lines[-2].startswith("Do: ") and card.lines[-1].startswith("Do not: ")
-    assert "do not trust policy_entropy" in section.intro
+    assert card.lines[-2].startswith("Do: ") and card.lines[-1].startswith("Do not ")
+    assert "do not trust entropy, KL, clip fractions" in section.intro
 
 
 def test_culprits_of_a_gradient_search_stand_in_their_text(run: RunDir):
@@ -184,7 +208,7 @@ def test_culprits_of_a_gradient_search_stand_in_their_text(run: RunDir):
     kept.keep(PolicyVersion(1, 8), build_search(outcome="not_searched", culprits=(), passes=0))
     (run.gradloc / "e1-v9.json").write_text("{}")
     section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
-    assert "1 searches and 1 steps that asked for one when trainer.gradloc.spike_passes were spent, 1 culprits" in section.intro
+    assert "1 search and 1 step that asked for one when trainer.gradloc.spike_passes were spent, 1 token located" in section.intro
     assert "1 files of gradloc/ cannot be read" in section.intro
     (card,) = section.cards
     assert card.token is not None and len(card.token.text) == 1
