@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrator.config import RunConfig, parse_config
 from rollout.errors import UserError
 from rollout.store.journal import FILE_NAME as EVENTS_FILE
+from rollout.store.schema import FILE_NAME as STORE_FILE
 from rollout.weights import PolicyVersion
 
 
@@ -69,6 +70,11 @@ class RunDir:
     def histograms(self) -> Path:
         """Parquet parts: values by bucket of some steps."""
         return self.path / "histograms"
+
+    @property
+    def store(self) -> Path:
+        """The trajectory store's database."""
+        return self.path / STORE_FILE
 
     @property
     def events(self) -> Path:

@@ -28,6 +28,10 @@ class StoreError(ConcordError):
     """The trajectory store refused a transition or could not make it durable."""
 
 
+class StoreVersionError(StoreError):
+    """Another version of Concord made the store."""
+
+
 class FencedError(StoreError):
     """A call came from a trainer epoch that is no longer the current one."""
 

@@ -15,19 +15,19 @@ INTERVAL_S = 5.0
 
 
 def examine(path: Path, *, json_lines: bool, watch: bool, wait: Callable[[float], None] = time.sleep) -> None:
-    """Print the diagnosis of a run; with `watch` again whenever it changes, until the run has ended in order.
+    """Print the diagnosis of a run; with `watch` again whenever it rests on more steps, finds other things, or the run has ended in order, which ends it.
 
     Raises:
         UserError: it is no run, or one that this version cannot read.
     """
     reader, console = RunReader(path), Console()
-    before = ""
+    before: tuple[str, bool] | None = None
     while True:
         ended = (path / "summary.json").exists()
         record, partial = reader.read()
         diagnosis = diagnose(record)
-        document = as_json(str(path), diagnosis, partial)
-        if document != before:
+        document, seen = as_json(str(path), diagnosis, partial), (as_json(str(path), diagnosis, ()), ended)
+        if seen != before:
             if json_lines:
                 console.file.write(document + "\n")
                 console.file.flush()
@@ -35,7 +35,7 @@ def examine(path: Path, *, json_lines: bool, watch: bool, wait: Callable[[float]
                 if watch and console.is_terminal:
                     console.clear()
                 show(console, str(path), diagnosis, partial)
-            before = document
+            before = seen
         if not watch or ended:
             return
         wait(INTERVAL_S)

@@ -43,6 +43,8 @@ class Comparison:
     reward: Change
     score: Change
     """By the fitted line, which may leave the range of scores."""
+    ends: Change
+    """From the first quarter of the scores to the last: a line does not see a fall that is over soon."""
     first_score: float
     last_score: float
 
@@ -58,7 +60,9 @@ def compared(record: Record, least_points: int) -> Comparison | None:
         return None
     errors = np.array([point.number("stderr") for point in points])
     errors = np.maximum(np.where(np.isfinite(errors), errors, LEAST_ERROR), LEAST_ERROR)
-    score = fitted_change(versions, np.array([point.number("score") for point in points]), errors)
+    scores = np.array([point.number("score") for point in points])
+    quarter = max(1, len(points) // 4)
+    begin, end = (_mean(scores[part], errors[part]) for part in (slice(quarter), slice(-quarter, None)))
     reward = _reward_between(record, versions)
     if reward is None:
         return None
@@ -66,10 +70,17 @@ def compared(record: Record, least_points: int) -> Comparison | None:
         first_step=int(versions[0]),
         last_step=int(versions[-1]),
         reward=reward,
-        score=score,
+        score=fitted_change(versions, scores, errors),
+        ends=Change(before=begin[0], after=end[0], error=float(np.hypot(begin[1], end[1]))),
         first_score=points[0].number("score"),
         last_score=points[-1].number("score"),
     )
+
+
+def _mean(values: Values, errors: Values) -> tuple[float, float]:
+    """Weighted by the errors, with its own."""
+    weights = 1.0 / np.square(errors)
+    return float((weights * values).sum() / weights.sum()), float(1.0 / np.sqrt(weights.sum()))
 
 
 def _reward_between(record: Record, versions: Values) -> Change | None:

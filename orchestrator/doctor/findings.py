@@ -22,6 +22,11 @@ class Severity(StrEnum):
         return tuple(Severity).index(self) + 1
 
 
+def counted(number: int, what: str) -> str:
+    """`1 step`, `3 steps`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One series, where it was looked at, and the numbers that decided."""

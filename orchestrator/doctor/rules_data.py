@@ -204,7 +204,9 @@ def length_reward(record: Record) -> Finding | None:
 def reward_inverted(record: Record) -> Finding | None:
     """Training reward up, evaluation down, length not the reason."""
     both = _overstated(record)
-    if both is None or not both.score.falls(SCORE_ERRORS) or -both.score.size < LEAST_FALL or length_reward(record) is not None:
+    if both is None or length_reward(record) is not None:
+        return None
+    if not any(fall.falls(SCORE_ERRORS) and -fall.size >= LEAST_FALL for fall in (both.score, both.ends)):
         return None
     return Finding(
         cause=Cause.REWARD_INVERTED,
@@ -217,9 +219,9 @@ def reward_inverted(record: Record) -> Finding | None:
 
 
 def reward_detached(record: Record) -> Finding | None:
-    """Training reward up, evaluation flat."""
+    """Training reward up, evaluation flat, and nothing above says why."""
     both = _overstated(record)
-    if both is None:
+    if both is None or length_reward(record) is not None or reward_inverted(record) is not None:
         return None
     return Finding(
         cause=Cause.REWARD_DETACHED,
@@ -232,10 +234,12 @@ def reward_detached(record: Record) -> Finding | None:
 
 
 def easy_prompts(record: Record) -> Finding | None:
-    """Nearly all groups are solved, and the evaluation is not."""
+    """Nearly all groups are solved, and the evaluation is not; by a reward that can be believed."""
     solved, alike = record.column("all_correct_groups")[-WINDOW:], record.column("zero_variance_groups")[-WINDOW:]
     every = lines(record)
     if solved.size < WINDOW or not every or min(level(solved), level(alike)) < EASY_SHARE:
+        return None
+    if length_reward(record) is not None or reward_inverted(record) is not None:
         return None
     newest, reward = every[-1].points[-1], level(record.column("reward_mean")[-WINDOW:])
     score, error = newest.number("score"), newest.number("stderr")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from orchestrator.doctor.causes import Cause
-from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
 from orchestrator.doctor.trends import level, share
 from orchestrator.reading.record import Record, Values
 
@@ -39,7 +39,8 @@ def non_finite(record: Record) -> Finding | None:
         bad |= ~np.isfinite(record.column(name)[begin:])
     starts = [*(event.step for event in events), *(record.steps[begin:][bad].tolist()[:1])]
     reasons = {event.text("reason") for event in events}
-    told = f"{len(events)} steps were skipped ({'; '.join(sorted(reasons))})" if events else f"{' and '.join(broken)} not finite in {int(bad.sum())} steps"
+    skipped = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({'; '.join(sorted(reasons))})"
+    told = skipped if events else f"{' and '.join(broken)} not finite in {counted(int(bad.sum()), 'step')}"
     series = [("step_skipped", float(len(events)))] if events else [(name, float((~np.isfinite(record.column(name)[begin:])).sum())) for name in broken]
     return Finding(
         cause=Cause.NON_FINITE,
@@ -89,7 +90,7 @@ def gradient_spike(record: Record) -> Finding | None:
         severity=Severity.WARN,
         since=int(record.steps[spikes[0][0]]),
         summary=f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps before "
-        f"({len(spikes)} such steps){found}",
+        f"({counted(len(spikes), 'such step')}){found}",
         evidence=(Evidence(series="grad_norm", first_step=step, last_step=step, numbers=(("norm", value), ("over the median", times), ("limit", SPIKE))),),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from orchestrator.doctor.causes import Cause
-from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
 from orchestrator.doctor.rules_data import failures
 from orchestrator.doctor.trends import level, share, since
 from orchestrator.reading.record import Record, RunEvent
@@ -29,13 +29,13 @@ def disagreement(cause: Cause, told_as: str) -> Callable[[Record], Finding | Non
         events = [event for event in record.of_kind("consistency_finding") if event.text("cause") == told_as]
         if not events:
             return None
-        worst, replicas = max(events, key=_gap), sorted({event.text("replica") for event in events})
+        worst, replicas = max(events, key=_gap), ", ".join(sorted({event.text("replica") for event in events}))
         numbers = (("findings", float(len(events))), ("largest gap in nats", worst.number("gap_nats")), ("explained", worst.number("explained")))
         return Finding(
             cause=cause,
             severity=_present(record, events[-1], Severity.CRITICAL if cause in _HARMFUL else Severity.WARN),
             since=events[0].step,
-            summary=f"replica {', '.join(replicas)} differs from the trainer: {len(events)} findings, {worst.text('detail') or worst.text('codes')}",
+            summary=f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): {worst.text('detail') or worst.text('codes')}",
             evidence=(Evidence(series="consistency_finding", first_step=events[0].step, last_step=events[-1].step, numbers=numbers, note=told_as),),
         )
 
@@ -64,7 +64,7 @@ def told(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[
             cause=cause,
             severity=_present(record, newest, severity),
             since=events[0].step,
-            summary=f"{len(events)} events {' or '.join(dict.fromkeys(event.kind for event in events))}, the newest: {detail}",
+            summary=f"{counted(len(events), 'event')} {' or '.join(dict.fromkeys(event.kind for event in events))}, the newest: {detail}",
             evidence=(
                 Evidence(series=newest.kind, first_step=events[0].step, last_step=newest.step, numbers=(("events", float(len(events))),), note=detail),
             ),

@@ -12,6 +12,10 @@ from orchestrator.doctor.diagnosis import Diagnosis
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.layers import LAYERS
 
+DO_NOT = "Do not "
+"""How every text of what not to do begins."""
+UNTRUSTED = "entropy, KL, clip fractions, importance ratios and weights"
+"""What `Diagnosis.untrusted` holds, in words."""
 _STYLES = {Severity.INFO: "dim", Severity.WARN: "yellow", Severity.CRITICAL: "bold red"}
 
 
@@ -68,7 +72,7 @@ def show(console: Console, run: str, diagnosis: Diagnosis, partial: Sequence[str
     for finding in diagnosis.findings:
         console.print(_table(finding))
     if diagnosis.untrusted:
-        console.print(Text(f"untrusted while a finding of layer 4 stands: {', '.join(diagnosis.untrusted)}", style="yellow"))
+        console.print(Text(f"while a finding of layer 4 stands, do not trust {UNTRUSTED}: {', '.join(diagnosis.untrusted)}", style="yellow"))
 
 
 def _table(finding: Finding) -> Table:
@@ -83,7 +87,7 @@ def _table(finding: Finding) -> Table:
         for text in finding.advice.do:
             table.add_row("do", Text(text))
         for text in finding.advice.do_not:
-            table.add_row("do not", Text(text))
+            table.add_row("do not", Text(text.removeprefix(DO_NOT)))
     return table
 
 
@@ -91,4 +95,5 @@ def evidence_text(one: Evidence) -> str:
     """A series with its window and the numbers that decided."""
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in one.numbers)
     note = f" ({one.note})" if one.note else ""
-    return f"{one.series}, steps {one.first_step} to {one.last_step}: {numbers}{note}"
+    steps = f"step {one.first_step}" if one.first_step == one.last_step else f"steps {one.first_step} to {one.last_step}"
+    return f"{one.series}, {steps}: {numbers}{note}"

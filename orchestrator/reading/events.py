@@ -5,6 +5,7 @@ A line that is being written waits for the next look; one that is no event is co
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ class EventLog:
         self._path = path
         self._offset = 0
         self._number = 0
+        self._at_s = 0.0
         self._epoch = 0
         self._events: list[tuple[int, RunEvent]] = []
         self._counts: Counter[str] = Counter()
@@ -76,7 +78,7 @@ class EventLog:
             self.resumed[self._epoch] = self.version
         elif kind in ENDED:
             self._counts[f"{kind}:{event.get('reason')}"] += 1
-        self._number = number
+        self._number, self._at_s = number, at_s
         if kind not in OF_ONE_DISPATCH:
             fields = {key: value for key, value in event.items() if key not in ("number", "at_s", "kind") and isinstance(value, str | int | float | None)}
             self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
@@ -84,6 +86,10 @@ class EventLog:
     def all(self, lineage: Lineage) -> list[RunEvent]:
         """In the order of their numbers, each once; what tells of a step that a resume took back is left out."""
         return [event for epoch, event in self._events if event.kind not in OF_A_STEP or _counts(lineage, epoch, event)]
+
+    def newest(self) -> str:
+        """When the newest event happened, in words; nothing before the first."""
+        return f", and its newest event is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._at_s))}" if self._at_s else ""
 
     def tally_at(self, step: int) -> Mapping[str, float]:
         """Dispatches that had ended by the end of `step`, by `failed:REASON` and `rejected:REASON`."""

@@ -41,4 +41,4 @@ def read_histograms(directory: Path, lineage: Lineage) -> Histograms:
         of_signal = counts.setdefault(row["signal"], {})
         found = of_signal.setdefault(row["labels"], np.zeros(len(ends[row["signal"]]), np.int64))
         found[ends[row["signal"]].index(row["upper"])] += row["count"]
-    return Histograms(counts=counts, ends=ends, notes=tuple(parts.notes))
+    return Histograms(counts=counts, ends=ends, notes=tuple(parts.notes()))

@@ -26,8 +26,7 @@ class PartReader:
         """`needed`: columns without which a part says nothing."""
         self._directory, self._needed = directory, needed
         self._read: set[Path] = set()
-        self.notes: list[str] = []
-        """What could not be read, in words."""
+        self._left_out: dict[str, list[Path]] = {}
 
     def new(self) -> list[Any]:
         """Arrow tables of the parts that are there since the last call, in order."""
@@ -39,17 +38,23 @@ class PartReader:
             try:
                 table = parquet.read_table(path)
             except (OSError, ValueError) as error:
-                self._left_out(path, str(error).partition("\n")[0])
+                reason = str(error).partition("\n")[0].removeprefix(f"Could not open Parquet input source '{path}': ")
+                self._left_out.setdefault(reason, []).append(path)
                 continue
             lacks = [name for name in self._needed if name not in table.column_names]
             if lacks:
-                self._left_out(path, f"it has no column {', '.join(lacks)}, so another version of Concord wrote it")
+                self._left_out.setdefault(f"there is no column {', '.join(lacks)} in it, so another version of Concord wrote it", []).append(path)
             else:
                 found.append(table)
         return found
 
-    def _left_out(self, path: Path, reason: str) -> None:
-        self.notes.append(f"{path.parent.name}/{path.name} cannot be read, what it holds is missing: {reason}")
+    def notes(self) -> list[str]:
+        """What could not be read, in words: a line a reason."""
+        folder = self._directory.name
+        return [
+            f"{folder}/{paths[0].name}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} cannot be read, what it holds is missing: {reason}"
+            for reason, paths in self._left_out.items()
+        ]
 
 
 def numbers(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table

@@ -15,8 +15,8 @@ from orchestrator.reading.lineage import Lineage
 from orchestrator.reading.record import Record, measured
 from orchestrator.reading.rows import BlockRows, StepRows
 from orchestrator.run_dir import RunDir
-from rollout.errors import StoreError, UserError, boundary
-from rollout.store.schema import FILE_NAME, open_for_reading
+from rollout.errors import StoreError, StoreVersionError, UserError, boundary
+from rollout.store.schema import open_for_reading
 
 PARTS = "a part is written every 50 steps, at every checkpoint, and when the loop ends"
 
@@ -32,14 +32,16 @@ class RunReader:
         """
         self.run = RunDir(path.absolute())
         self._wanted = _wanted_steps(self.run)
+        self._store = _store_trouble(self.run)
         self._events, self._rows, self._blocks = EventLog(self.run.events), StepRows(self.run.metrics), BlockRows(self.run.block_metrics)
         self._lineage = Lineage({})
 
     def read(self) -> tuple[Record, tuple[str, ...]]:
         """The record, and what it lacks, in words."""
-        ending = self._ending()
+        ended = self.run.summary.is_file()  # asked first: what a run writes before its summary is then read below
         for source in (self._events, self._rows, self._blocks):
             source.read()
+        ending = self._ending(ended=ended)
         lineage = self._lineage = self._rows.lineage(self._events.resumed)
         columns = self._rows.all(lineage)
         steps = columns.get("step", np.empty(0)).astype(np.int64)
@@ -53,7 +55,7 @@ class RunReader:
             events=tuple(self._events.all(lineage)),
         )
         files = (*self._events.notes(), *self._rows.notes(), *self._blocks.notes())
-        return record, (*ending, *self._behind(record), *files)
+        return record, (*ending, *self._behind(record), *files, *self._store)
 
     def histograms(self) -> Histograms:
         """What was counted by bucket in the steps of the record that was read last."""
@@ -66,11 +68,11 @@ class RunReader:
             return [f"{steps} in no metric part yet ({PARTS})"]
         return [] if record.steps.size else [f"there is no metric part yet: no series is seen ({PARTS})"]
 
-    def _ending(self) -> list[str]:
+    def _ending(self, *, ended: bool) -> list[str]:
         """How the run stands, where it has not finished."""
         run = self.run
-        if not run.summary.is_file():
-            return ["there is no summary.json: the run still goes on, or an error ended it"]
+        if not ended:
+            return [f"there is no summary.json: the run still goes on, or an error ended it{self._events.newest()}"]
         try:
             version = json.loads(run.summary.read_bytes())["version"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -84,10 +86,18 @@ def _wanted_steps(run: RunDir) -> int | None:
         raise UserError(f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed")
     with boundary(UserError, f"{run.config} is no JSON; restore it"):
         config = cast("dict[str, Any]", json.loads(run.config.read_bytes()))
-    if (run.path / FILE_NAME).exists():
-        try:
-            open_for_reading(run.path / FILE_NAME).close()
-        except StoreError as error:
-            raise UserError(str(error)) from error
     steps = config.get("run", {}).get("steps")
     return steps if isinstance(steps, int) else None
+
+
+def _store_trouble(run: RunDir) -> tuple[str, ...]:
+    """Why the store cannot be opened, where it cannot: rows and events are read all the same."""
+    if not run.store.exists():
+        return ()
+    try:
+        open_for_reading(run.store).close()
+    except StoreVersionError as error:
+        raise UserError(str(error)) from error
+    except StoreError as error:
+        return (f"the store cannot be read: {error}",)
+    return ()

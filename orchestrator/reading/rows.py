@@ -43,7 +43,7 @@ class StepRows:
 
     def notes(self) -> list[str]:
         """What could not be read, or is not known here."""
-        told = list(self._parts.notes)
+        told = self._parts.notes()
         absent, strange = sorted(set(COLUMNS) - self._columns), sorted(self._columns - set(COLUMNS))
         if self._columns and absent:
             told.append(f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs them sees nothing")
@@ -78,7 +78,7 @@ class BlockRows:
 
     def notes(self) -> list[str]:
         """What could not be read."""
-        return list(self._parts.notes)
+        return self._parts.notes()
 
 
 def _at(steps: NDArray[np.int64], rows: NDArray[np.float64], lineage: Lineage) -> Column:

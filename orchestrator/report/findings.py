@@ -7,15 +7,13 @@ from typing import Any, cast
 
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.show import evidence_text
+from orchestrator.doctor.show import UNTRUSTED, evidence_text
 from orchestrator.layers import LAYERS
 from orchestrator.reading.record import Record
 from orchestrator.report.drawing import shown
 from orchestrator.report.page import Card, Section, TokenInContext, table_of
 from rollout.weights import PolicyVersion
 
-UNTRUSTED = "entropy, KL, clip fractions, importance ratios and weights"
-"""What `Diagnosis.untrusted` holds, in words."""
 MOST_CULPRITS = 20
 """Cards; further culprits are in the files."""
 MOST_SEARCHES = 50

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rollout.errors import StoreError
+from rollout.errors import StoreError, StoreVersionError
 
 FILE_NAME = "store.sqlite"
 SCHEMA_VERSION = 1
@@ -116,4 +116,4 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     found = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0]
     if found != SCHEMA_VERSION:
-        raise StoreError(f"{path} has schema {found}; this version of Concord reads {SCHEMA_VERSION}: open the run with the version that wrote it")
+        raise StoreVersionError(f"{path} has schema {found}; this version of Concord reads {SCHEMA_VERSION}: open the run with the version that wrote it")

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from doctor_runs import MadeUpRun, healthy, rescore
 
 from orchestrator.doctor.causes import ADVICE, LAYER, LAYER_3_TOOLS, Cause
 from orchestrator.doctor.diagnosis import RULES, diagnose
 from orchestrator.doctor.findings import Severity
+from orchestrator.doctor.show import DO_NOT
 from orchestrator.reading.record import record_of_rows
 from rollout.errors import ConcordError
 
@@ -28,31 +30,34 @@ def test_entropy_that_falls_with_solved_groups_is_layer_1_and_no_alarm():
     assert [(f.cause, f.layer, f.severity) for f in found.findings] == [(Cause.SOLVED, 1, Severity.INFO)]
 
 
-def known_story(run: MadeUpRun) -> None:
-    """Reward .30 -> .80, evaluation flat, length 400 -> 1,200, NaN at the end."""
-    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+def known_story(run: MadeUpRun, seed: int) -> None:
+    """Reward .30 -> .80, evaluation flat, length 400 -> 1,200, NaN at the end; all of it with the noise of a run."""
+    random = np.random.default_rng(seed)
+    run.set("reward_mean", lambda t: 0.3 + 0.5 * t + random.normal(0, 0.02))
     for name in ("all_correct_groups", "zero_variance_groups"):
         run.set(name, lambda t: 0.2 * t)
-    run.set("length_mean", lambda t: 400 + 800 * t)
+    run.set("length_mean", lambda t: 400 + 800 * t + random.normal(0, 30))
     run.set("reward_length_correlation", lambda t: math.nan)
-    rescore(run, lambda t: 0.3)
+    rescore(run, lambda t: 0.3 + random.normal(0, 0.03))
     run.set("grad_norm", lambda t: math.nan, since=len(run.rows) - 1)
     run.event("step_skipped", len(run.rows), reason="non-finite gradient (norm nan)")
 
 
-def test_the_known_story_is_layer_1_first_and_layer_3_second():
-    run = healthy(0)
-    known_story(run)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_known_story_is_layer_1_first_and_layer_3_second(seed: int):
+    run = healthy(seed)
+    known_story(run, seed)
     found = diagnose(run.record())
     assert found.primary is not None
     assert (found.primary.cause, found.primary.layer, found.primary.severity) == (Cause.LENGTH_REWARD, 1, Severity.CRITICAL)
     worse = [finding for finding in found.findings if finding.severity is not Severity.INFO]
-    assert [finding.cause for finding in worse] == [Cause.LENGTH_REWARD, Cause.REWARD_DETACHED, Cause.NON_FINITE]
-    assert worse[-1].layer == 3
-    first_advice = [finding.advice.do[0] for finding in worse]
-    assert not [text for text in first_advice if "learning rate" in text or "learning_rate" in text]
+    assert [(finding.cause, finding.layer) for finding in worse] == [(Cause.LENGTH_REWARD, 1), (Cause.NON_FINITE, 3)]
+    advised = [text for finding in worse for text in finding.advice.do]
+    assert not [text for text in advised if "learning rate" in text or "learning_rate" in text]
+    assert not [tool for tool in LAYER_3_TOOLS for text in found.primary.advice.do if tool.lower() in text.lower()]
+    assert any("learning rate" in text for text in found.primary.advice.do_not)
     shown = {one.series: dict(one.numbers) for one in found.primary.evidence}
-    assert shown["reward_mean"]["from"] == pytest.approx(0.3, abs=0.06)
+    assert shown["reward_mean"]["from"] == pytest.approx(0.34, abs=0.04)
     assert shown["reward_mean"]["to"] == pytest.approx(0.8, abs=0.03)
     assert shown["length_mean"]["to"] > 1100
 
@@ -178,6 +183,10 @@ def test_every_cause_has_a_scenario_a_rule_and_advice():
     assert all(advice.do and advice.do_not for advice in ADVICE.values())
 
 
+def test_every_text_of_what_not_to_do_says_so():
+    assert not [text for advice in ADVICE.values() for text in advice.do_not if not text.startswith(DO_NOT)]
+
+
 def test_no_layer_3_tool_is_advised_for_a_layer_1_cause():
     advised = " ".join(text for cause, advice in ADVICE.items() if LAYER[cause] == 1 for text in advice.do).lower()
     assert not [tool for tool in LAYER_3_TOOLS if tool.lower() in advised]
@@ -211,6 +220,19 @@ def test_scores_of_two_configurations_are_never_one_trend():
     _changed(run)
     assert diagnose(run.record()).findings[0].cause is Cause.EVALUATION_CHANGED
     assert not [f for f in diagnose(run.record()).findings if f.cause in (Cause.REWARD_INVERTED, Cause.REWARD_DETACHED)]
+
+
+def test_an_evaluation_that_is_lost_within_a_few_steps_tells_of_an_inverted_reward():
+    """Solved by the flipped reward long before the end: most scores are 0, and a line through all of them is flat."""
+    run = healthy(0, 60)
+    run.set("reward_mean", lambda t: min(1.0, 0.4 + 2.5 * t))
+    for name in ("all_correct_groups", "zero_variance_groups"):
+        run.set(name, lambda t: min(1.0, 0.2 + 2.5 * t))
+    run.events.clear()
+    for index, score in enumerate((0.53, 0.22, 0.14, 0.03, 0.02, *[0.0] * 8)):
+        run.event("evaluation", 5 * index, score=score, stderr=math.sqrt(score * (1 - score) / 64), version=5 * index, fingerprint="a")
+    found = diagnose(run.record())
+    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [Cause.REWARD_INVERTED]
 
 
 def test_a_last_unsolved_group_among_solved_ones_makes_no_spike():

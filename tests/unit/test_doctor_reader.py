@@ -1,6 +1,7 @@
 """The doctor reads run directories: whole, unfinished, damaged, of another version; and looks again without reading anything twice."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,30 @@ def test_a_run_of_a_newer_format_is_refused_with_the_cure(written: Written):
         RunReader(written.path)
 
 
+def test_a_store_that_is_damaged_is_told_and_the_rest_is_read(written: Written):
+    written.rows(0, 4)
+    (written.path / FILE_NAME).write_bytes(b"no database" * 100)
+    record, partial = RunReader(written.path).read()
+    assert record.steps.size == 4
+    assert any(one.startswith("the store cannot be read: ") for one in partial)
+
+
+def test_many_damaged_parts_are_one_remark(written: Written):
+    for first in range(0, 6, 2):
+        written.rows(first, first + 2)
+    for number in (0, 1):
+        (written.run_dir.metrics / f"part-{number}.parquet").write_bytes(b"no parquet")
+    _, partial = RunReader(written.path).read()
+    assert [one for one in partial if one.startswith("metrics/part-0.parquet and 1 more cannot be read")]
+
+
+def test_a_run_that_has_not_ended_says_when_it_was_last_heard_of(written: Written):
+    written.line({"number": 1, "at_s": 1_800_000_000.0, "kind": "worker_lost"})
+    _, partial = RunReader(written.path).read()
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_800_000_000.0))
+    assert f"there is no summary.json: the run still goes on, or an error ended it, and its newest event is of {when}" in partial
+
+
 def test_columns_of_another_version_are_told_and_not_guessed(written: Written):
     written.run_dir.metrics.mkdir(exist_ok=True)
     table = pa.table({"step": [1.0], "trainer_epoch": [1.0], "reward_mean": [0.5], "reward_of_tomorrow": [1.0]})
@@ -265,8 +290,9 @@ def test_the_tables_show_evidence_advice_and_what_is_missing(written: Written):
     written.event("worker_lost", worker=0, detail="killed by a signal")
     done = CliRunner().invoke(app, ["doctor", str(written.path)])
     assert done.exit_code == 0, done.output
-    for expected in ("primary finding: worker_lost, layer 4", "partial:", "killed by a signal", "do not"):
+    for expected in ("primary finding: worker_lost, layer 4", "partial:", "killed by a signal", "do not", "do not trust entropy"):
         assert expected in done.output
+    assert "Do not" not in done.output
 
 
 def test_watching_prints_what_changes_and_ends_with_the_run(written: Written, capfd: pytest.CaptureFixture[str]):
@@ -275,6 +301,7 @@ def test_watching_prints_what_changes_and_ends_with_the_run(written: Written, ca
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
+        written.event("step_committed", policy="e1-v51")  # goes on, and nothing new is found
         if len(waits) == 2:
             written.rows(50, 60)
             written.finish()
