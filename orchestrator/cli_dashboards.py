@@ -21,8 +21,8 @@ def push(
     """Make folder, data source and dashboards, or bring them up to date; print what changed."""
     from orchestrator.dashboards import Became, Grafana, push
 
-    changes = push(Grafana(url, token), prometheus)
-    for change in changes:
+    counts = dict.fromkeys(Became, 0)
+    for change in push(Grafana(url, token), prometheus):
+        counts[change.became] += 1
         typer.echo(f"{change.became}: {change.what}")
-    counts = {became: sum(change.became is became for change in changes) for became in Became}
     typer.echo(", ".join(f"{count} {became}" for became, count in counts.items()))

@@ -5,12 +5,12 @@ Idempotent: what is as it should be is left alone. A dashboard that somebody els
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rollout.errors import UserError
 
@@ -62,9 +62,7 @@ class Grafana:
         Raises:
             UserError: it is none, or grafana-api is not installed.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"got --url {url!r}; expected Grafana's address, such as http://127.0.0.1:3000")
+        parts = _address(url, "--url", "Grafana's address, such as http://127.0.0.1:3000")
         try:
             from grafana_api import grafana_api, grafana_face
         except ImportError as cause:
@@ -127,7 +125,7 @@ class Grafana:
         Raises:
             UserError: older than the dashboards need.
         """
-        version = str(_fields(self.ask(lambda: self.face.api.GET("/health"))).get("version", ""))
+        version = str(_fields(self.found(lambda: self.face.api.GET("/health"))).get("version", ""))
         major = version.partition(".")[0]
         if not major.isdigit():
             raise UserError(f"{self._url}/api/health names no version; is it Grafana's address, with its path?")
@@ -136,24 +134,38 @@ class Grafana:
         return version
 
 
+def _address(url: str, option: str, expected: str) -> SplitResult:
+    parts = urlsplit(url)
+    try:
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        right = False
+    if not right:
+        raise UserError(f"got {option} {url!r}; expected {expected}")
+    return parts
+
+
 def _fields(answer: object) -> Body:
     """Of an answer that should be an object; none where it is not."""
     return cast("Body", answer) if isinstance(answer, Mapping) else {}
 
 
-def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> list[Change]:
-    """Bring folder, data source and all dashboards to what they should be, in this order.
+def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> Iterator[Change]:
+    """Bring folder, data source and all dashboards to what they should be, in this order; each change is told when it is made.
 
     Raises:
-        UserError: the server, the token or the files are not what they should be; what was done before stays.
+        UserError: an address, the server, the token or the files are not what they should be; what was done before stays.
     """
+    _address(prometheus_url, "--prometheus", "Prometheus' address as Grafana reaches it, such as http://127.0.0.1:9090")
     files = sorted(source.glob("concord-*.json"))
     if not files:
         raise UserError(f"there are no dashboards in {source}; push from a checkout of Concord, or write them with deploy/grafana/generate.py")
     grafana.version()
     try:
-        changes = [_folder(grafana), _source(grafana, prometheus_url)]
-        return [*changes, *(_dashboard(grafana, json.loads(file.read_text())) for file in files)]
+        yield _folder(grafana)
+        yield _source(grafana, prometheus_url)
+        for file in files:
+            yield _dashboard(grafana, json.loads(file.read_text()))
     except _RefusedError as error:
         raise UserError(f"Grafana refused a request with status {error.status}: {error.message}") from error
 

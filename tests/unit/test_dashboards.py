@@ -126,12 +126,37 @@ def test_a_grafana_that_cannot_be_reached_is_told_with_its_address():
         Pushes(address)()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:3000", "ftp://host", "http://"])
+NO_ADDRESSES = ["127.0.0.1:3000", "ftp://host", "http://", "http://host:port"]
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(url: str):
-    with pytest.raises(UserError, match="expected Grafana's address"):
+    with pytest.raises(UserError, match=r"got --url .*expected Grafana's address"):
         Grafana(url, TOKEN)
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+def test_a_prometheus_that_is_no_address_is_refused_before_anything_is_asked(server: GrafanaServer, url: str):
+    with pytest.raises(UserError, match=r"got --prometheus .*expected Prometheus' address"):
+        Pushes(server.url)(url)
+    assert server.requests == []
+
+
+def test_an_address_with_a_wrong_path_is_told(server: GrafanaServer):
+    with pytest.raises(UserError, match=r"/nowhere/api/health names no version; is it Grafana's address, with its path\?"):
+        Pushes(f"{server.url}/nowhere")()
+    assert server.writes == []
+
+
+def test_what_was_changed_before_a_push_ends_early_is_told(server: GrafanaServer):
+    pushes = push(Grafana(server.url, TOKEN, lambda seconds: None), PROMETHEUS)
+    assert [next(pushes).became for _ in range(3)] == ["created", "created", "created"]
+    server.fail_next = 1000
+    with pytest.raises(UserError, match="answered with status 503"):
+        next(pushes)
+    assert (len(server.folders), len(server.sources), len(server.dashboards)) == (1, 1, 1)
 
 
 def test_a_folder_without_dashboards_is_told(server: GrafanaServer, tmp_path: Path):
     with pytest.raises(UserError, match="there are no dashboards in"):
-        push(Grafana(server.url, TOKEN), PROMETHEUS, tmp_path)
+        list(push(Grafana(server.url, TOKEN), PROMETHEUS, tmp_path))
