@@ -2,7 +2,7 @@
 
 `scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between two steps. `run`: parts of observing in
 one real run: the driver reduces signals to a snapshot (column `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens
-as a step has), the doctor reads 500 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run in one process with and without
+as a step has), the doctor reads 500 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and without
 an exporter that is scraped every second.
 """
 
@@ -40,7 +40,6 @@ HEADERS = {
 """Of Prometheus 2."""
 WARM_UP = 3
 """Steps of the run that are not counted."""
-PAIR_STEPS = 12
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
     made.add_argument("--pairs", type=int, default=20, help="pairs of runs with and without an exporter")
     made.add_argument("--only", choices=("scrape", "run", "pairs"), default=None)
     chosen: argparse.Namespace = made.parse_args()
-    parts = {"scrape": scrape, "run": lambda: observing(chosen.config, chosen.steps), "pairs": lambda: observed_pairs(chosen.pairs, PAIR_STEPS)}
+    parts = {"scrape": scrape, "run": lambda: observing(chosen.config, chosen.steps), "pairs": lambda: observed_pairs(chosen.pairs)}
     report({name: part() for name, part in parts.items() if chosen.only in (None, name)}, chosen)
 
 

@@ -105,17 +105,17 @@ class ConcordProcess:
         self._errors.flush()
         return Path(self._errors.name).read_text()
 
-    def until_step(self, step: int) -> None:
+    def until_step(self, step: int, within_s: float = START_S + STEP_S) -> None:
         """Read on until that step, or a later one, has been printed."""
-        self.until(lambda: bool(self.steps) and self.steps[-1] >= step, f"step {step}")
+        self.until(lambda: bool(self.steps) and self.steps[-1] >= step, f"step {step}", within_s)
 
     def until_said(self, text: str) -> None:
         """Read on until an event line holds `text`."""
         self.until(lambda: any(text in line.get("event", "") for line in self.lines), repr(text))
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = START_S + STEP_S) -> None:
         """Read on until `condition` holds; it is looked at after every line."""
-        deadline = time.monotonic() + START_S + STEP_S
+        deadline = time.monotonic() + within_s
         while not condition():
             line = self._next(deadline, what)
             assert line is not None, f"it ended before {what}: {self.output[-3:]}\n{self.errors}"
