@@ -42,7 +42,8 @@ the role Admin (data sources need it). Every panel is of the run chosen at the t
 of diagnosis has its colour, the same as in the [report](report.md): {colours}.
 
 What a push meets: Grafana that cannot be reached or answers with a server error is asked five times; a token that is not accepted, a version before 11, another
-dashboard of the same title, and a dashboard that somebody changes meanwhile are told with the cure. Nothing is written over unseen.
+dashboard of the same title, and a dashboard that somebody changes meanwhile are told with the cure. Nothing is written over unseen. Each change is told when it
+is made; one that comes before an error stays, and the next push goes on from there.
 """
 
 
