@@ -6,6 +6,7 @@ from pathlib import Path
 
 from actors.ports import TrainerPort
 from orchestrator.run_dir import RunDir, prune_weights
+from rollout.errors import UserError, boundary
 from rollout.protocols import Store
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import all_checkpoints, prune_checkpoints
@@ -28,8 +29,9 @@ class RunCheckpoints:
         """Write the checkpoint of `policy`; its steps are final once it is complete."""
         await self._trainer.save(policy, self._run.checkpoint_of(policy))
         await self._store.settle(policy)
-        prune_checkpoints(self._run.checkpoints, self._keep_last)
-        self.prune(policy)
+        with boundary(UserError, f"{policy.key} is checkpointed, but older files of {self._run.path} cannot be removed (let them be, then resume)"):
+            prune_checkpoints(self._run.checkpoints, self._keep_last)
+            self.prune(policy)
 
     def prune(self, newest: PolicyVersion) -> None:
         """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use, and

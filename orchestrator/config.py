@@ -308,7 +308,8 @@ def _explain(kind: str, location: tuple[int | str, ...], message: str, given: ob
         near = difflib.get_close_matches(names[-1], sorted(_keys_beside(names)), n=1, cutoff=0.0)
         return f"{'.'.join(_without_tags(names))}: unknown key; the nearest known key is {near[0]!r}" if near else f"{'.'.join(names)}: unknown key"
     if kind == "union_tag_not_found":
-        return f"{'.'.join(_without_tags(names))}: its kind is missing; set {'.'.join(_without_tags(names))}.type"
+        key = ".".join(_without_tags(names))
+        return f"{key}: its kind is missing; set {key}.type to one of {', '.join(map(repr, _kinds(names)))}"
     shown = "" if isinstance(given, dict) else f" (got {json.dumps(given, default=str)})"
     return f"{'.'.join(_without_tags(names)) or 'config'}: {message.removeprefix('Value error, ')}{shown}"
 
@@ -324,6 +325,16 @@ def _keys_beside(names: Sequence[str]) -> set[str]:
         if options:
             model = options[0]
     return set(model.model_fields)
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Values of `type` that the union at the place `names` takes."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for name in names:
+        if not name.isdigit():
+            inner = [option for model in models if name in model.model_fields for option in _models_in(model.model_fields[name].annotation)]
+            models = inner or [model for model in models if "type" in model.model_fields and model.model_fields["type"].default == name] or models
+    return [str(model.model_fields["type"].default) for model in models if "type" in model.model_fields]
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:

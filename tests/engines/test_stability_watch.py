@@ -143,7 +143,7 @@ def test_a_step_that_is_not_applied_clips_no_head_and_leaves_nothing_behind(fold
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optimizer": {"qk_clip": {"enabled": True}}}, r"QK-norm \(q_norm\).*leave it off"),
+        ({"optimizer": {"qk_clip": {"enabled": True}}}, r"QK-norm \(q_norm\).*set trainer.optimizer.qk_clip.enabled = false"),
         ({"probes": {"router_load": True}}, "is not a mixture of experts; set it to false"),
     ],
 )

@@ -21,6 +21,9 @@ def parse(*overrides: str) -> RunConfig:
     [
         ("run.stepps=3", "run.stepps: unknown key; the nearest known key is 'steps'"),
         ("enginee.type=vllm", "enginee: unknown key; the nearest known key is 'engine'"),
+        ("trainer.gradloc.threshold.tau=5", "its kind is missing; set trainer.gradloc.threshold.type to one of 'given', 'calibrated'"),
+        ("trainer.optimizer.clip.alpha=3", "set trainer.optimizer.clip.type to one of 'global', 'layerclip', 'zclip', 'adagc'"),
+        ("faults.plant=[{factor=3.0}]", "faults.plant: its kind is missing; set faults.plant.type to one of 'stale_replica', "),
         ("trainer.optimizer.learning_rte=1", "trainer.optimizer.learning_rte: unknown key; the nearest known key is 'learning_rate'"),
         ("run.steps=0", "run.steps"),
         ("staleness.max_staleness=-1", "staleness.max_staleness"),

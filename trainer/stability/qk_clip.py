@@ -20,6 +20,7 @@ from trainer.ranks import local_tensor
 from trainer.tensor_layout import modules_of
 
 _NAME = "concord_recorded_sdpa"
+_CURE = "set trainer.optimizer.qk_clip.enabled = false"
 _QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "qk_norm")
 _CHUNK_TOKENS = 256
 
@@ -144,11 +145,11 @@ def _attentions(model: PolicyModel) -> dict[str, nn.Module]:
     for block_path, block in model.named_blocks().items():
         inner = {name: module for name, module in modules_of(block) if hasattr(module, "q_proj") and hasattr(module, "k_proj")}
         if len(inner) != 1:
-            raise UserError(f"{model.architecture}: {block_path} has {len(inner)} modules with q_proj and k_proj, expected 1; leave QK-Clip off for it")
+            raise UserError(f"{model.architecture}: {block_path} has {len(inner)} modules with q_proj and k_proj, expected 1; {_CURE}")
         module = next(iter(inner.values()))
         norm = next((norm for norm in _QK_NORMS if getattr(module, norm, None) is not None), "")
         if norm:
-            raise UserError(f"{model.architecture} has QK-norm ({norm}): it undoes every scaling of query and key weights, so QK-Clip is void; leave it off")
+            raise UserError(f"{model.architecture} has QK-norm ({norm}): it undoes every scaling of query and key weights, so QK-Clip is void; {_CURE}")
         found[block_path] = module
     return found
 
