@@ -10,6 +10,7 @@ from run_record import assert_counts_add_up, assert_every_dispatch_ends_once, ev
 
 Start = Callable[..., ConcordProcess]
 SETTINGS = (
+    "run.steps=8",
     "evaluation.every_steps=4",
     "evaluation.prompts=6",
     'faults.plant=[{type="dead_reward_worker", rate=0.2, start_version=0}]',
