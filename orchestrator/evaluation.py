@@ -7,6 +7,7 @@ An evaluation that fails is an event; the next one is due at its own time.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,7 +34,6 @@ class Score:
     score: float
     stderr: float
     version: int
-    fingerprint: str
 
 
 class Evaluation:
@@ -51,12 +51,22 @@ class Evaluation:
         if self._due > 0:
             self._first_is_over.set()
         self.newest: Score | None = None
+        self._fingerprint: str | None = None
         self.changes = 0
-        """How often the configuration of an evaluation was another than that of the one before."""
+        """How often, since the run began, the configuration of an evaluation was another than that of the one before."""
         self.tokens = 0
         """Sampled by the engines for finished prompts of evaluations."""
         self.seconds = 0.0
         """In which a replica answered evaluations."""
+
+    def goes_on(self, fingerprints: Sequence[str]) -> None:
+        """The run had these scores before this loop, in order: a configuration that a resume changes starts a series of its own, too."""
+        for fingerprint in fingerprints:
+            self._under(fingerprint)
+
+    def _under(self, fingerprint: str) -> None:
+        self.changes += self._fingerprint not in (None, fingerprint)
+        self._fingerprint = fingerprint
 
     def ring(self) -> None:
         """The ledger has a new version, or a replica begins to serve."""
@@ -156,9 +166,8 @@ class Evaluation:
         newest, mixed = report.policies[-1], len(report.policies) > 1
         if not mixed:
             self._scored_whole = newest.version
-        if self.newest is not None and self.newest.fingerprint != report.fingerprint:
-            self.changes += 1
-        self.newest = Score(score=report.score, stderr=report.stderr or 0.0, version=newest.version, fingerprint=report.fingerprint)
+        self._under(report.fingerprint)
+        self.newest = Score(score=report.score, stderr=report.stderr or 0.0, version=newest.version)
         manifests = {manifest.policy: manifest.digest for manifest in (asked, self._publisher.committed)}
         fields: dict[str, str | int | float | bool | None] = {
             "score": report.score,

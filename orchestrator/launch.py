@@ -19,6 +19,8 @@ from orchestrator.memory import PeakMemory
 from orchestrator.observing import Observing
 from orchestrator.plan import resource_plan, totals
 from orchestrator.progress import Reporter
+from orchestrator.reading.events import EventLog
+from orchestrator.reading.lineage import Lineage
 from orchestrator.recorder import BlockRecorder, MetricsRecorder
 from orchestrator.registration import Expectation
 from orchestrator.replicas import Replicas
@@ -207,10 +209,19 @@ async def drive(
     await _end_unconfirmed(loop, recovery)
     if inputs.prompts is not None:
         await loop.book.store.record_event("prompts_checked", asdict(inputs.prompts))
+    if loop.evaluation is not None and saved is not None:
+        loop.evaluation.goes_on(_fingerprints(run))
     checkpoints.in_use = loop.policies_in_use
     loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir), loop.book.side_files)
     on_loop(loop.request_stop)
     return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), exporter)
+
+
+def _fingerprints(run: RunDir) -> list[str]:
+    """Configurations of the scores that the run has so far, in order."""
+    log = EventLog(run.events)
+    log.read()
+    return [event.text("fingerprint") for event in log.all(Lineage(log.resumed)) if event.kind == "evaluation"]
 
 
 async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:

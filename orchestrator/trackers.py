@@ -19,6 +19,10 @@ TAGS: Mapping[str, str] = {m.column: f"{m.diagnosis_layer} {LAYERS[m.diagnosis_l
 """Column -> name in a tracker, where what stands before the slash is a group."""
 
 
+SCORES = ("eval_score", "eval_stderr")
+"""Columns that compare within one configuration of the evaluation only."""
+
+
 class Tracker(Protocol):
     """Where rows go."""
 
@@ -116,7 +120,13 @@ class Tracked:
 
 def measured(row: Mapping[str, float]) -> dict[str, float]:
     """The values of a row by tag, without what says that nothing was measured."""
-    return {TAGS[m.column]: row[m.column] for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)}
+    there = [m for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)]
+    return {_tag(m.column, int(row.get("eval_fingerprint_changed", 0))): row[m.column] for m in there}
+
+
+def _tag(column: str, configuration: int) -> str:
+    """Scores of another configuration of the evaluation are another curve."""
+    return f"{TAGS[column]}_configuration_{configuration}" if configuration and column in SCORES else TAGS[column]
 
 
 def refuse_missing(config: RunConfig) -> None:

@@ -90,7 +90,16 @@ OVERVIEW = Dashboard(
         PRIMARY,
         number("Step", "none", 4, "concord_step"),
         number("Since the last step", "s", 4, "time() - concord_last_step_timestamp_seconds"),
-        lines("1 data and reward: reward", "none", 1, "reward_mean", "reward_moving_10", "eval_score"),
+        Panel(
+            "1 data and reward: reward",
+            "none",
+            (
+                ("concord_reward_mean", "reward_mean"),
+                ("concord_reward_moving_10", "reward_moving_10"),
+                ("concord_evaluation_score", "evaluation, configuration {{configuration}}"),
+            ),
+            1,
+        ),
         lines("2 policy change: entropy and KL", "none", 2, "policy_entropy", "approx_kl", "reference_kl", help="Nats."),
         lines("3 numerical updates: gradient norm", "none", 3, "grad_norm"),
         lines("4 training system: trainer against rollout", "none", 4, "abs_rollout_difference_mean", "consistency_gap_mean", help="Nats."),

@@ -209,6 +209,12 @@ def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
     asyncio.run(main())
 
 
+def test_a_configuration_that_a_resume_changes_is_counted_as_a_change():
+    evaluation = Room(8).evaluation()
+    evaluation.goes_on(["a", "a", "b"])
+    assert (evaluation.changes, evaluation.configuration()) == (1, "1")
+
+
 def test_a_last_version_that_is_scored_already_is_not_scored_again():
     async def main() -> None:
         room = Room(8, a_replica())

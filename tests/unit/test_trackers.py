@@ -117,3 +117,9 @@ def test_wandb_offline_keeps_the_rows_and_a_resume_goes_on_with_the_same_run(tmp
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.stem for file in files}) == 1
     assert all(TAGS["reward_mean"].encode() in file.read_bytes() for file in files)
+
+
+def test_scores_of_another_configuration_of_the_evaluation_are_another_curve():
+    before, after = (measured({"step": 3.0, "eval_score": 0.5, "eval_stderr": 0.1, "eval_fingerprint_changed": changes}) for changes in (0.0, 1.0))
+    assert TAGS["eval_score"] in before and TAGS["eval_stderr"] in before
+    assert {tag for tag in after if "eval_s" in tag} == {f"{TAGS[column]}_configuration_1" for column in ("eval_score", "eval_stderr")}
