@@ -125,6 +125,8 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
         say(f"  {terms} left the loss; norm of the step that was applied instead {number_text(search['grad_norm_after'])}{above}")
     if search["saved"]:
         say(f"  its batch is kept: concord replay RUN {search['saved']}")
+    if search["outcome"] == "inconclusive" and search["trigger"] != "suspects":
+        say("  the passes ended before the search did; raise trainer.gradloc.budget_passes")
     if search["outcome"] != "located" and search["culprits"]:
         say("  what was found does not explain the norm; the tokens below are only the largest parts seen")
     for culprit in search["culprits"]:

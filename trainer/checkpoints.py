@@ -14,7 +14,7 @@ from trainer.durable import partial_directories
 
 STATE_NAME = "state.json"
 TENSORS_NAME = "tensors"
-_FORMAT = 1
+_FORMAT = 2
 
 JsonScalar = str | int | float | bool | None
 

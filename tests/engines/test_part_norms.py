@@ -1,6 +1,7 @@
 """Norms that backward leaves behind: those of each micro-batch's own gradient, and what a search saves with them."""
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from gradloc_room import (
     watching,
 )
 from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
 from trainer_room import run_ranks
 
-from rollout.errors import ConcordError
+from rollout.errors import UserError
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.stability.backward_record import BackwardRecord
-from trainer.stability.part_norms import PartNorms
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,24 @@ def test_passes_that_are_not_recorded_leave_the_norms_alone(alone: Ranks, watche
     assert np.array_equal(norms_of(record, 2), before)
 
 
-def test_a_micro_batch_without_a_recording_is_missed(alone: Ranks):
-    with pytest.raises(ConcordError, match="got no gradient of micro-batch 0"):
-        PartNorms(small_model(alone), alone).values(1)
+def test_a_step_with_a_micro_batch_that_was_not_recorded_is_refused_though_the_step_before_had_it(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]):
+    model, record = watched
+    step, loss = on_policy(model, alone, random_step(4)), spiking_loss()
+    ran = run_step(model, loss, alone, step, record)
+    gradloc = watching(model, alone, tau_of(ran), loss)
+    assert gradloc.observe(ran.norm, ran.data, record=record) is None
+    with record.recording(1):
+        pass
+    with pytest.raises(UserError, match="without micro-batch 0 of 2"):
+        gradloc.observe(ran.norm, ran.data, record=record)
+
+
+def test_gradients_that_pile_up_unreduced_are_refused_with_the_cure(alone: Ranks):
+    model, loss = small_model(alone), spiking_loss()
+    record, step = BackwardRecord(model, alone), on_policy(model, alone, random_step(4))
+    cast(FSDPModule, model).set_requires_gradient_sync(False)
+    with pytest.raises(UserError, match="set_requires_gradient_sync"):
+        run_step(model, loss, alone, step, record)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])

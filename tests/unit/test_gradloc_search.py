@@ -257,3 +257,66 @@ def test_hits_that_leave_too_much_are_not_the_cause_when_the_passes_end_before_t
     result = StepSearch(probe, table, limits, norm).run(NONE, known, likely=hardest)
     assert len(result.hits) == 2 and result.explained > 0.5
     assert result.outcome is Outcome.INCONCLUSIVE
+
+
+def suspected(table: StepTerms, vectors: NDArray[np.float32], suspects: list[int], *, only: bool = False) -> SearchResult:
+    probe, norm = TermsProbe(vectors), float(np.linalg.norm(vectors.sum(axis=0)))
+    return StepSearch(probe, table, SearchLimits(tau=TAU, budget=1000, max_hits=4, suspect_factor=0.5), norm).run(
+        np.array(suspects, dtype=np.int64), only_suspects=only
+    )
+
+
+@pytest.mark.parametrize("times_tau", [0.7, 1.5])
+@pytest.mark.parametrize("innocents", [[9], [9, 20, 31, 70, 200, 310, 400]])
+def test_innocent_suspects_over_a_threshold_of_their_own_are_neither_named_nor_hide_the_culprit(times_tau: float, innocents: list[int]):
+    table, culprit = table_of(4, 2, 64), 300
+    vectors = healthy_vectors(table, 8)
+    vectors[innocents] *= times_tau * TAU / np.linalg.norm(vectors[innocents], axis=1, keepdims=True)
+    vectors[culprit] *= 1e5
+    for suspects in (innocents, sorted([*innocents, culprit])):
+        result = suspected(table, vectors, suspects)
+        assert result.outcome is Outcome.LOCATED and [term for term, _ in result.hits] == [culprit]
+        assert result.explained > 0.99
+
+
+def test_a_hit_that_the_step_needs_to_be_below_its_threshold_is_kept_however_small_beside_the_other():
+    table = table_of(1, 1, 64)
+    vectors = healthy_vectors(table, 9)
+    vectors[7] *= 1e5
+    vectors[50] *= 40.0 * math.sqrt(table.position.size)
+    assert {term for term, _ in suspected(table, vectors, [7, 50]).hits} == {7, 50}
+
+
+def test_suspects_of_a_step_below_its_threshold_must_explain_half_of_it():
+    table = table_of(1, 1, 64)
+    vectors = healthy_vectors(table, 10)
+    vectors[7] *= 0.7 * TAU / np.linalg.norm(vectors[7])
+    assert suspected(table, vectors, [7], only=True).outcome is Outcome.INCONCLUSIVE
+    vectors[7] *= 8
+    assert [term for term, _ in suspected(table, vectors, [7], only=True).hits] == [7]
+
+
+def test_two_culprits_of_which_one_is_suspected_take_no_more_than_one_pass_more():
+    table = table_of(4, 2, 64)
+    vectors = healthy_vectors(table, 11)
+    vectors[40] *= 1e6
+    vectors[400] *= 1e5
+    norm = float(np.linalg.norm(vectors.sum(axis=0)))
+    for suspects in ([40], [400], [3]):
+        search = StepSearch(TermsProbe(vectors), table, SearchLimits(tau=TAU, budget=1000, max_hits=4), norm)
+        result = search.run(np.array(suspects, dtype=np.int64), likely=np.array([40, 400], dtype=np.int64))
+        assert {term for term, _ in result.hits} == {40, 400} and result.passes <= 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_with_a_likely_term_that_misleads_a_hit_takes_a_pass_a_level_and_two_all_the_same(world: int, micro_batches: int):
+    table, rng = table_of(micro_batches, world, 64), np.random.default_rng(world)
+    for seed in range(40):
+        vectors, (culprit, innocent) = healthy_vectors(table, seed), rng.choice(table.position.size, 2, replace=False)
+        vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 3.5)
+        known = [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(world)] for m in range(micro_batches)]
+        norm = float(np.linalg.norm(vectors.sum(axis=0).astype(np.float64)))
+        search = StepSearch(TermsProbe(vectors), table, SearchLimits(tau=TAU, budget=1000, max_hits=4), norm)
+        result = search.run(NONE, np.array(known, dtype=np.float64), likely=np.array([innocent], dtype=np.int64))
+        assert [term for term, _ in result.hits] == [culprit] and result.passes <= 6 + 2

@@ -105,6 +105,13 @@ def test_no_search_and_an_unknown_step_are_told_with_the_cure(tmp_path: Path):
         show_searches(tmp_path / "nothing", None)
 
 
+def test_a_search_whose_passes_ended_names_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = empty_run(tmp_path)
+    records(run.gradloc).keep(PolicyVersion(1, 9), build_search(outcome="inconclusive", culprits=()))
+    show_searches(run.path, "9")
+    assert "raise trainer.gradloc.budget_passes" in capsys.readouterr().out
+
+
 def test_a_step_that_was_not_searched_says_so_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = empty_run(tmp_path)
     event = records(run.gradloc).keep(PolicyVersion(1, 9), build_search(outcome="not_searched", culprits=(), passes=0, explained=NAN, threshold=NAN))

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.errors import UserError
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.stability.part_norms import PartNorms
@@ -19,6 +20,7 @@ class BackwardRecord:
         """Watch a sharded model before its first forward pass; each of the two may be left out."""
         self._norms = PartNorms(model, ranks) if part_norms else None
         self._pulls = TermPulls(model) if term_pulls else None
+        self._recorded: set[int] = set()
 
     @contextmanager
     def recording(self, micro_batch: int) -> Generator[None]:
@@ -28,6 +30,28 @@ class BackwardRecord:
                 if part is not None:
                     stack.enter_context(part.recording(micro_batch))
             yield
+            self._recorded.add(micro_batch)
+
+    @contextmanager
+    def of_step(self, num_micro_batches: int) -> Generator[None]:
+        """What was recorded is that of a step with M micro-batches, and is forgotten afterwards.
+
+        Raises:
+            UserError: one of them was not recorded.
+        """
+        missing = sorted(set(range(num_micro_batches)) - self._recorded)
+        if missing:
+            raise UserError(
+                f"got a record without micro-batch {missing[0]} of {num_micro_batches}; run the backward pass of every micro-batch of the step inside "
+                "`with record.recording(number):`, or hand over no record"
+            )
+        try:
+            yield
+        finally:
+            self._recorded.clear()
+            for part in (self._norms, self._pulls):
+                if part is not None:
+                    part.forget()
 
     def part_norms(self, num_micro_batches: int) -> NDArray[np.float64] | None:
         """As `PartNorms.values`; None where they are left out. Collective."""

@@ -9,6 +9,7 @@ It changes neither gradients nor random state; what a loop does with a report (`
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -135,11 +136,18 @@ class GradLoc:
         Args:
             grad_norm: global L2 norm of the step's gradient, the same on all ranks.
             suspects: of this rank.
-            record: of every micro-batch of the step; saves most passes.
+            record: of every micro-batch of the step; saves most passes. It is forgotten afterwards.
 
         Raises:
-            UserError: the budget is below the number of micro-batches of the first step; or the model has dropout and the step's random states are not there.
+            UserError: the budget is below the number of micro-batches of the first step; the record lacks a micro-batch; or the model has dropout and the
+                step's random states are not there.
         """
+        with nullcontext() if record is None else record.of_step(len(step.micro_batches)):
+            return self._observed(grad_norm, step, suspects, record, signs)
+
+    def _observed(
+        self, grad_norm: float, step: StepData, suspects: Sequence[TermPlace], record: BackwardRecord | None, signs: StepSigns
+    ) -> GradLocReport | None:
         budget = self._budget(len(step.micro_batches))
         weight_square, num_suspects = (
             self._shared(step.micro_batches, len(suspects)) if signs.weight_square is None else (signs.weight_square, signs.num_suspects)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from rollout.errors import ConcordError
+from rollout.errors import UserError
 from trainer.ranks import Ranks
 
 _torch: Any = torch
@@ -41,7 +41,16 @@ class PartNorms:
 
     @contextmanager
     def recording(self, micro_batch: int) -> Generator[None]:
-        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first."""
+        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first.
+
+        Raises:
+            UserError: gradients of an earlier micro-batch are still there, unreduced, and would be measured with it.
+        """
+        if any(parameter.grad is not None for parameter in self._hooked.values()):
+            raise UserError(
+                "got gradients of an earlier micro-batch that were not reduced; a search needs those of each micro-batch: "
+                "leave out set_requires_gradient_sync(False), or hand over no record"
+            )
         self._seen = []
         try:
             yield
@@ -54,15 +63,12 @@ class PartNorms:
             for waiting in self._waiting:
                 waiting.clear()
 
-    def values(self, num_micro_batches: int) -> NDArray[np.float64]:
-        """[M, W] norms of the step's first M micro-batches. Collective.
+    def forget(self) -> None:
+        """Everything recorded was that of a step which is over."""
+        self._squares.clear()
 
-        Raises:
-            ConcordError: one of them was not recorded.
-        """
-        missing = sorted(set(range(num_micro_batches)) - self._squares.keys())
-        if missing:
-            raise ConcordError(f"got no gradient of micro-batch {missing[0]}; run its backward pass inside `recording`")
+    def values(self, num_micro_batches: int) -> NDArray[np.float64]:
+        """[M, W] norms of the step's first M micro-batches, all of them recorded. Collective."""
         table = torch.zeros((num_micro_batches, self._ranks.world), dtype=torch.float64, device=self._ranks.device)
         table[:, self._ranks.rank] = torch.stack([self._squares[number] for number in range(num_micro_batches)])
         return cast(Any, self._ranks.sum(table)).sqrt().cpu().numpy()

@@ -23,6 +23,8 @@ from trainer.stability.step_terms import NO_TERMS, StepTerms, Terms
 from trainer.stability.thresholds import set_threshold
 from trainer.stability.tree import KAPPA, PassBudget, Predicate, Segment, TreeSearch
 
+CARRIES = 0.5
+"""Suspects with less than this share of the step's norm do not carry its spike, whatever their own thresholds say."""
 EXPLAINED = 0.5
 """Share of the squared norm that hits must take away to count as the cause."""
 
@@ -100,7 +102,7 @@ class SearchLimits:
     max_hits: int
     subtract: bool = True
     suspect_factor: float = 1.0
-    """Thresholds of suspects are this much of the others'."""
+    """In a search of suspects alone their thresholds are this much of the others'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ class SearchResult:
     """(index of the term, norm of its gradient), in the order found."""
     passes: int
     explained: float
-    """Share of the squared norm that goes with the hits; NaN where that was not measured."""
+    """Share of the squared norm that goes with the hits, at the least; NaN where that was not measured."""
 
 
 class _Leaves:
@@ -159,8 +161,8 @@ class StepSearch:
         self._hits: dict[int, float] = {}
         self._measured = np.zeros(table.position.size, dtype=np.bool_)
         self._explained, self._rest_fires, self._stopped = math.nan, True, False
-        self._confirmed = False
-        """What is left without the hits is below its threshold for certain."""
+        self._left = math.nan
+        """The most that the step's norm can be without the hits, where that is below its threshold."""
         self._parts: NDArray[np.float64] | None = None
         """[M, W] norms of the parts without their hits; only where differences could not confirm a hit."""
 
@@ -176,13 +178,15 @@ class StepSearch:
         if known is not None and not self._non_finite and 2.0 * self._error > self._threshold(self._table.all):
             self._parts = known.copy()
         if suspects.size:
-            self._search_suspects(suspects)
+            self._search_suspects(suspects, self._limits.suspect_factor if only_suspects else 1.0)
         if only_suspects:
             self._budget.refused = True  # all others were not looked at
         else:
             self._search_likely(likely)
             if not self._stopped:
                 self._search_micro_batches(known if self._parts is None else self._parts)
+        if math.isfinite(self._left):
+            self._drop_needless_hits()
         return SearchResult(outcome=self._outcome(), hits=tuple(self._hits.items()), passes=self._budget.used, explained=self._explained)
 
     @property
@@ -196,28 +200,31 @@ class StepSearch:
     def _fires(self, norm: float, terms: Terms, factor: float = 1.0) -> bool:
         return not math.isfinite(norm) if self._non_finite else not norm <= self._threshold(terms, factor)
 
-    def _tree(self, leaves: _Leaves, factor: float = 1.0) -> TreeSearch:
+    def _tree(self, leaves: _Leaves, root_norm: float, factor: float = 1.0) -> TreeSearch:
         predicate = Predicate(threshold=lambda segment: self._threshold(leaves.of(segment), factor), non_finite=self._non_finite)
         subtracts = self._limits.subtract and self._probe.additive
-        return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None)
+        return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None, root_norm)
 
-    def _search_suspects(self, suspects: Terms) -> None:
-        factor = self._limits.suspect_factor
+    def _search_suspects(self, suspects: Terms, factor: float) -> None:
         if not self._budget.spend(self._probe.cost(suspects)):
             return
         norm = self._probe.norm(suspects)
         fires = self._fires(norm, suspects, factor)
-        if suspects.size == 1:
+        if suspects.size == 1 and not fires:
             self._measured[suspects] = True
-            if fires:
-                self._found(int(suspects[0]), norm)
-        elif fires:
-            self._search_tokens(suspects, factor)
+        if not fires or norm < CARRIES * self._step_norm:
+            return
+        if suspects.size == 1:
+            self._found(int(suspects[0]), norm)
+        else:
+            self._search_tokens(suspects, norm, factor)
 
     def _search_likely(self, likely: Terms) -> None:
         for term in likely.tolist():
-            if self._stopped or self._measured[term] or term in self._hits:
+            if self._stopped:
                 return
+            if term in self._hits or self._measured[term]:
+                continue
             alone = np.array([term], dtype=np.int64)
             if not self._budget.spend(self._probe.cost(alone)):
                 return
@@ -243,7 +250,7 @@ class StepSearch:
         firing = [m for m, norm in enumerate(norms) if over(m, norm)]
         self._budget.reserved = 1  # a hit is worth little unless it is confirmed
         for micro_batch in sorted(firing, key=lambda m: (math.isfinite(norms[m]), -norms[m] if math.isfinite(norms[m]) else 0.0)):
-            self._search_ranks(micro_batch, known)
+            self._search_ranks(micro_batch, norms[micro_batch], known)
             if self._stopped:
                 return
 
@@ -256,28 +263,28 @@ class StepSearch:
 
         return over
 
-    def _search_ranks(self, micro_batch: int, known: NDArray[np.float64] | None) -> None:
+    def _search_ranks(self, micro_batch: int, norm: float, known: NDArray[np.float64] | None) -> None:
         parts = [self._table.of(micro_batch, rank) for rank in range(self._table.world)]
         if known is not None:
             of_ranks = [float(known[micro_batch, rank]) for rank in range(self._table.world)]
-            firing = [rank for rank, norm in enumerate(of_ranks) if self._fires(norm, parts[rank])]
-            found = sorted(firing, key=lambda rank: -of_ranks[rank] if math.isfinite(of_ranks[rank]) else -math.inf)
+            firing = [(rank, rank_norm) for rank, rank_norm in enumerate(of_ranks) if self._fires(rank_norm, parts[rank])]
+            found = sorted(firing, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)
         else:
-            found = [0] if self._table.world == 1 else None
+            found = [(0, norm)] if self._table.world == 1 else None
         if found is not None:
-            for rank in found:
+            for rank, rank_norm in found:
                 if not self._stopped:
-                    self._search_tokens(parts[rank])
+                    self._search_tokens(parts[rank], rank_norm)
             return
         offsets = np.concatenate(([0], np.cumsum([part.size for part in parts])))
-        tree = self._tree(_Leaves(self._probe, self._table.of(micro_batch), offsets))
+        tree = self._tree(_Leaves(self._probe, self._table.of(micro_batch), offsets), norm)
         for hit in tree.hits():
-            self._search_tokens(parts[hit.leaf])
+            self._search_tokens(parts[hit.leaf], hit.norm)
             if self._stopped:
                 return
 
-    def _search_tokens(self, terms: Terms, factor: float = 1.0) -> None:
-        tree = self._tree(_Leaves(self._probe, terms, np.arange(terms.size + 1)), factor)
+    def _search_tokens(self, terms: Terms, norm: float, factor: float = 1.0) -> None:
+        tree = self._tree(_Leaves(self._probe, terms, np.arange(terms.size + 1)), norm, factor)
         for hit in tree.hits():
             if int(terms[hit.leaf]) not in self._hits:
                 self._found(int(terms[hit.leaf]), hit.norm)
@@ -301,7 +308,9 @@ class StepSearch:
         threshold = self._threshold(self._table.without(list(self._hits)))
         self._explained = 1.0 - (middle / self._step_norm) ** 2
         self._rest_fires = low > threshold
-        self._confirmed = self._stopped = high <= threshold and self._explained >= EXPLAINED
+        self._stopped = high <= threshold and self._explained >= EXPLAINED
+        if self._stopped:
+            self._left = high
 
     def _without_hits(self, term: int) -> tuple[float, float, float] | None:
         """The step's norm without all hits, of which `term` is the newest: at least, supposedly, at most; None where the budget has no pass for it."""
@@ -319,11 +328,22 @@ class StepSearch:
         together, largest = float(self._parts.sum()), float(self._parts.max())
         return 2.0 * largest - together, together, together
 
+    def _drop_needless_hits(self) -> None:
+        """A term over its own threshold is no cause where the step would be below its threshold, and half of its norm explained, with it as well."""
+        for term, norm in sorted(self._hits.items(), key=lambda hit: hit[1])[:-1]:
+            with_it = self._left + norm
+            explained = 1.0 - (with_it / self._step_norm) ** 2
+            kept = [other for other in self._hits if other != term]
+            if explained < EXPLAINED or with_it > self._threshold(self._table.without(kept)):
+                return
+            del self._hits[term]
+            self._left, self._explained = with_it, explained
+
     def _outcome(self) -> Outcome:
         few = 0 < len(self._hits) <= self._limits.max_hits and (len(self._hits) == 1 or 2 * len(self._hits) <= self._table.position.size)
         # What is finite in sum is finite in every part, so a finished search for what is not has seen every culprit.
         finished = not self._budget.refused and (self._non_finite or (self._explained >= EXPLAINED and not self._rest_fires))
-        sufficient = self._confirmed or finished
+        sufficient = math.isfinite(self._left) or finished
         if few and sufficient:
             return Outcome.LOCATED
         if self._budget.refused:

@@ -41,6 +41,10 @@ class TermPulls:
         finally:
             self._seen = None
 
+    def forget(self) -> None:
+        """Everything recorded was that of a step which is over."""
+        self._recorded.clear()
+
     def values(self, sizes: Sequence[int]) -> tuple[Pulls, ...] | None:
         """Of the step's first micro-batches, which have so many terms; None where backward did not go once through the log-probs of just these."""
         recorded = [self._recorded.get(number, []) for number in range(len(sizes))]

@@ -2,7 +2,7 @@
 
     pop a segment -> norms of both halves -> leaves over the threshold are hits; halves over it are pushed, the larger one last
 
-A half whose norm a subtraction leaves in doubt waits until its sibling has been searched: a hit there often ends the search, and then nobody asks.
+A half that is in doubt, or not measured yet, waits until its sibling has been searched: a hit there often ends the search, and then nobody asks.
 
 Which half is next follows from norms alone, so ranks that see the same norms take the same way. Source: GradLoc (Huang et al., 2026), token level.
 """
@@ -116,26 +116,31 @@ class Predicate:
 class _Measured:
     segment: Segment
     norm: float
+    """Perhaps only the least that it can be."""
     sure: bool = True
-    """False: a subtraction could not decide whether it is suspicious."""
+    """False: not measured, or a subtraction could not decide whether it is suspicious."""
 
 
 class TreeSearch:
     """One search over `num_leaves` leaves; the root counts as suspicious and is not measured."""
 
     def __init__(
-        self, probe: Probe, predicate: Predicate, num_leaves: int, budget: PassBudget, subtraction: Subtraction | None = None
+        self, probe: Probe, predicate: Predicate, num_leaves: int, budget: PassBudget, subtraction: Subtraction | None = None, root_norm: float = math.nan
     ) -> None:
-        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never subtracts."""
+        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never subtracts.
+
+        Args:
+            root_norm: of the root, where it is known: of two halves of which one is small the other then need not be measured.
+        """
         self._probe, self._predicate, self._budget = probe, predicate, budget
         self._subtraction = None if predicate.non_finite else subtraction
-        self._stack = [_Measured(Segment(0, num_leaves), math.nan)] if num_leaves > 0 else []
+        self._stack = [_Measured(Segment(0, num_leaves), root_norm)] if num_leaves > 0 else []
         self._last: Segment | None = None
         """What the probe measured last in this search."""
         self._held_error: tuple[Segment, float] | None = None
         """A held gradient that came by subtraction, perhaps more than once, and how far it may be off."""
         self._pair_error: float | None = None
-        """The same for the half that the last split did not measure; None where it measured both by themselves."""
+        """The same for the half that the last split did not measure; None where it subtracted nothing."""
         self.left: list[Segment] = []
         """Suspicious segments that the budget left unsearched."""
         self.measured_leaves: set[int] = set()
@@ -190,11 +195,25 @@ class TreeSearch:
         self._pair_error = None
         if self._predicate.non_finite:
             return self._split_non_finite(left, right)
+        if held is not None:
+            return self._split_by_left(held, parent, left, right)
         if not self._budget.spend(self._probe.cost(left) + self._probe.cost(right)):
             return None
+        return _Measured(left, self._probe.norm(left)), _Measured(right, self._probe.norm(right))
+
+    def _split_by_left(self, held: Subtraction, parent: _Measured, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
+        """Where the left half is suspicious the right one can wait; where it is not, the right one has at least what the left leaves of the parent's norm."""
+        if not self._budget.spend(self._probe.cost(left)):
+            return None
         first = self._probe.norm(left)
-        if held is not None:  # as many passes as the parent and one half would take, over fewer tokens; whichever half is searched next is at hand
-            held.hold(left)
+        held.hold(left)
+        if self._predicate.fires(first, left):
+            return _Measured(left, first), _Measured(right, math.nan, sure=False)
+        least = parent.norm - first
+        if right.size > 1 and least > self._predicate.threshold(right):
+            return _Measured(left, first), _Measured(right, least)
+        if not self._budget.spend(self._probe.cost(right)):
+            return None
         return _Measured(left, first), _Measured(right, self._probe.norm(right))
 
     def _split_non_finite(self, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
@@ -230,7 +249,8 @@ class TreeSearch:
         if self._subtraction is None or following is None:
             return
         if self._pair_error is None:
-            self._subtraction.hold(following)
+            if self._subtraction.holds(following):
+                self._subtraction.hold(following)
             self._held_error = None
         else:
             measured = following == self._last
