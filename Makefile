@@ -8,7 +8,7 @@ SHELL := bash
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 SELECT := not slow and not gpu
-BENCHMARKS := loop control_plane fixed_work quickstart memory consistency gradloc layerclip exporter
+BENCHMARKS := loop control_plane fixed_work quickstart memory consistency gradloc layerclip exporter engine_metrics
 RESULTS := build/benchmarks
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
