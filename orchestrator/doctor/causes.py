@@ -26,6 +26,8 @@ class Cause(StrEnum):
     """The trained prompts are solved by nearly every sample, those of the evaluation are not: nothing is left to learn from."""
     HARD_PROMPTS = "hard_prompts"
     """Nearly no sample of a trained prompt is right: nothing can be learned."""
+    FLAT_REWARD = "flat_reward"
+    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers apart."""
     REWARD_DETACHED = "reward_detached"
     """The training reward rises and the evaluation does not."""
     SOLVED = "solved"
@@ -152,6 +154,10 @@ ADVICE: Mapping[Cause, Advice] = {
     Cause.HARD_PROMPTS: Advice(
         do=("Check that the reward can be won at all (one known right answer through it), then start with easier prompts or a better start model.",),
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: without a right answer there is no gradient."),
+    ),
+    Cause.FLAT_REWARD: Advice(
+        do=("Judge two different answers to one prompt by hand with the reward function: does it see the difference, or is it rounded or capped away?",),
+        do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
     ),
     Cause.REWARD_DETACHED: Advice(
         do=(

@@ -44,6 +44,8 @@ HARD_SHARE = 0.9
 """Share of groups without a right answer above which prompts are too hard."""
 HARD_FROM_START = 0.5
 """The same at the start of the run: where groups were solved before, the policy was lost, not the prompts."""
+FLAT_SHARE = 0.5
+"""Share of groups without any difference, neither solved nor lost, above which the reward does not tell answers apart."""
 DUPLICATE_SHARE = 0.05
 """Share of repeated prompts in one pass that is worth a warning."""
 FAILURE_WINDOW = 20
@@ -271,6 +273,22 @@ def hard_prompts(record: Record) -> Finding | None:
         since=since(record.steps, record.column("all_wrong_groups") >= HARD_SHARE),
         summary=f"{level(wrong):.0%} of the trained groups have no right answer at all",
         evidence=(Evidence(series="all_wrong_groups", first_step=first, last_step=last, numbers=(("mean", level(wrong)), ("limit", HARD_SHARE))),),
+    )
+
+
+def flat_reward(record: Record) -> Finding | None:
+    """Groups without a difference that are neither right nor wrong."""
+    alike = record.column("zero_variance_groups") - record.column("all_correct_groups") - record.column("all_wrong_groups")
+    newest = alike[-WINDOW:]
+    if newest.size < WINDOW or share(newest >= FLAT_SHARE) < PERSISTENCE:
+        return None
+    first, last, reward = int(record.steps[-WINDOW]), record.last_step, level(record.column("reward_mean")[-WINDOW:])
+    return Finding(
+        cause=Cause.FLAT_REWARD,
+        severity=Severity.WARN,
+        since=since(record.steps, alike >= FLAT_SHARE),
+        summary=f"{level(newest):.0%} of the trained groups got one and the same reward for all samples, neither right nor wrong (mean {reward:.2f})",
+        evidence=(Evidence(series="zero_variance_groups", first_step=first, last_step=last, numbers=(("mean", level(newest)), ("limit", FLAT_SHARE))),),
     )
 
 

@@ -74,6 +74,11 @@ def _flip(run: MadeUpRun) -> None:
     rescore(run, lambda t: 0.6 - 0.55 * t)
 
 
+def _flat(run: MadeUpRun) -> None:
+    run.set("zero_variance_groups", lambda t: 0.95, since=60)
+    run.set("all_correct_groups", lambda t: 0.1)
+
+
 def _easy(run: MadeUpRun) -> None:
     run.set("distinct_prompts", lambda t: 0.1)
     run.set("all_correct_groups", lambda t: 0.97)
@@ -144,6 +149,7 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.LENGTH_REWARD: _length,
     Cause.EASY_PROMPTS: _easy,
     Cause.HARD_PROMPTS: _hard,
+    Cause.FLAT_REWARD: _flat,
     Cause.REWARD_DETACHED: _detached,
     Cause.POLICY_COLLAPSE: _collapse,
     Cause.NON_FINITE: lambda run: run.set("loss", lambda t: math.inf, since=len(run.rows) - 2),
