@@ -27,8 +27,9 @@ class MadeUpRun:
             if index >= since:
                 row[name] = value(index / max(1, len(self.rows) - 1))
 
-    def event(self, kind: str, step: int, **fields: object) -> None:
-        self.events.append(RunEvent(kind=kind, step=step, fields=fields))
+    def event(self, kind: str, at: int, /, **fields: object) -> None:
+        """When `at` was the trainer's version."""
+        self.events.append(RunEvent(kind=kind, step=at, fields=fields))
 
     def end(self, kind: str, per_step: float, since: int = 0) -> None:
         """So many dispatches a step end as `failed:REASON` or `rejected:REASON`."""

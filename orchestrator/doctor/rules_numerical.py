@@ -83,7 +83,7 @@ def gradient_spike(record: Record) -> Finding | None:
         return None
     row, times = max(spikes, key=lambda spike: spike[1])
     step, value = int(record.steps[row]), float(record.column("grad_norm")[row])
-    searches = [event for event in record.of_kind("gradloc") if event.text("outcome") == "located" and event.step >= int(record.steps[spikes[0][0]]) - 1]
+    searches = [event for event in record.of_kind("gradloc") if event.text("outcome") == "located" and event.number("step") == step]
     found = "" if not searches else f"; GradLoc found token {searches[-1].text('token_text')!r} of {searches[-1].text('trajectory_id')}"
     return Finding(
         cause=Cause.GRADIENT_SPIKE,

@@ -257,8 +257,9 @@ def test_a_step_that_was_skipped_on_request_is_not_called_non_finite():
 def test_a_spike_names_the_token_that_a_search_found():
     run = healthy(0)
     _spike(run)
-    run.event("gradloc", len(run.rows) - 5, outcome="located", culprits=1, token_text="7", trajectory_id="d00000012-3")
-    run.event("gradloc", len(run.rows) - 4, outcome="diffuse", culprits=9, token_text="8", trajectory_id="d00000013-3")
+    run.event("gradloc", len(run.rows) - 5, step=len(run.rows) - 4, outcome="located", culprits=1, token_text="7", trajectory_id="d00000012-3")
+    run.event("gradloc", len(run.rows) - 5, step=len(run.rows) - 4, outcome="diffuse", culprits=9, token_text="8", trajectory_id="d00000013-3")
+    run.event("gradloc", len(run.rows) - 1, step=len(run.rows), outcome="located", culprits=1, token_text="9", trajectory_id="d00000014-3")
     primary = diagnose(run.record()).primary
     assert primary is not None and "token '7' of d00000012-3" in primary.summary
 
