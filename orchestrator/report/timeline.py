@@ -92,7 +92,7 @@ def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
     """What is drawn; what was not measured is not."""
     there = [curve for curve in panel.curves if np.isfinite(rows.column(curve.column)).any()]
     names = [f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in there]
-    absent = [f"{curve.name} not measured" for curve in panel.curves if curve not in there]
+    absent = [f"{curve.name}: none" for curve in panel.curves if curve not in there]
     return ", ".join((*names, *more, *absent))
 
 
