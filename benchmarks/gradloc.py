@@ -7,7 +7,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from gradloc_cost import dormant, memory, search_cost
+from gradloc_cost import FEATURES, dormant, memory, search_cost
 from gradloc_search import all_cases, merged
 from harness import parser, report
 from rank_processes import on_ranks
@@ -25,11 +25,12 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0, help="of the cases")
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
     arguments.add_argument("--only", choices=("search", "cost", "dormant"), default=None)
+    arguments.add_argument("--feature", action="append", choices=FEATURES, help="of `dormant`: this one only; may come again")
     chosen = arguments.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "search": lambda: search(chosen.count, chosen.seed),
         "cost": lambda: {**on_ranks(2, search_cost, chosen.pairs), **on_ranks(2, memory)},
-        "dormant": lambda: on_ranks(1, dormant, chosen.pairs),
+        "dormant": lambda: on_ranks(1, dormant, chosen.pairs, chosen.feature or ()),
     }
     report({name: part() for name, part in parts.items() if chosen.only in (None, name)}, chosen)
 

@@ -177,11 +177,13 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (kind of model, trainer config); "gradloc" is all that a step without a trigger pays for a search by default."""
 
 
-def dormant(ranks: Ranks, pairs: int) -> dict[str, Any]:
-    """CPU seconds of a step with a feature over one without, less 1."""
+def dormant(ranks: Ranks, pairs: int, features: Sequence[str] = ()) -> dict[str, Any]:
+    """CPU seconds of a step with a feature over one without, less 1; of some features or of all."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, (kind, config) in FEATURES.items():
+        if features and name not in features:
+            continue
         at = watched(ranks, kind)
         plain = StepWatch(TrainerConfig(), at.model, named_blocks(at.model), ranks)
         watch = StepWatch(TrainerConfig.model_validate(config), at.model, named_blocks(at.model), ranks)
