@@ -25,7 +25,7 @@ def test_prometheus_finds_the_metrics_of_an_engine_through_the_folder_of_its_run
         process.until_step(2, START_S + VLLM_START_S)
         sampled = 'vllm:generation_tokens_total{job="concord-engine", run="run", replica="0"}'
         prometheus.wait_until(lambda: (prometheus.value(sampled) or 0.0) > 0.0, "tokens that vLLM has counted", STEP_S)
-        assert prometheus.value('count(up{run="run"} == 1)') == 2.0
+        prometheus.wait_until(lambda: prometheus.value('count(up{run="run"} == 1)') == 2.0, "the driver beside the engine", STEP_S)
         process.signal(signal.SIGTERM)
         assert process.exit_status() == 0, process.errors
         assert not targets.exists()
