@@ -50,7 +50,7 @@ PANELS = (
     Panel(1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each step", bold=False))),
     Panel(2, "nats", (Curve("policy_entropy", "entropy"), Curve("approx_kl", "KL of the step", bold=False))),
     Panel(3, "norm", (Curve("grad_norm", "gradient norm", largest=True),)),
-    Panel(4, "nats", (Curve("consistency_gap_mean", "gap to the engines"), Curve("abs_rollout_difference_mean", "gap with staleness", bold=False))),
+    Panel(4, "nats", (Curve("consistency_gap_mean", "gap to the engines"), Curve("abs_rollout_difference_mean", "with staleness", bold=False))),
 )
 TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
 """Upper and lower end of each panel, as shares of the height; the strip of marks lies below them."""
@@ -92,7 +92,7 @@ def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
     """What is drawn; what was not measured is not."""
     there = [curve for curve in panel.curves if np.isfinite(rows.column(curve.column)).any()]
     names = [f"<b>{curve.name}</b>" if curve.bold else curve.name for curve in there]
-    absent = [f"{curve.name}: none" for curve in panel.curves if curve not in there]
+    absent = [f"{curve.name} not measured" for curve in panel.curves if curve not in there]
     return ", ".join((*names, *more, *absent))
 
 
