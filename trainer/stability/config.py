@@ -58,7 +58,7 @@ class GradLocConfig(Section):
     suspect_passes: NonNegativeInt = 20
     """Passes in any hundred steps that suspects of the consistency service may cause in steps below the threshold; 0 lets them only order a search."""
     suspect_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Thresholds of suspects are this much of the others'."""
+    """Suspects may start a search of their own in a step above this much of its threshold, and their thresholds in it are this much of the others'."""
     subtract: bool = True
     """A half's gradient is what the other leaves of the whole's: one pass a level instead of two, for one more gradient in memory. Only without dropout."""
     cut_sequences: bool = True

@@ -172,7 +172,7 @@ class StepSearch:
         Args:
             suspects: terms to try first.
             known: [M, W] norm of each rank's part of each micro-batch, where somebody has them; saves the passes of two phases.
-            likely: terms to try next, one by one in this order, as long as each of them is a hit.
+            likely: terms in any order, to try next, one by one as they stand, as long as each of them is a hit.
             only_suspects: stop after the suspects.
         """
         if known is not None and not self._non_finite and 2.0 * self._error > self._threshold(self._table.all):
