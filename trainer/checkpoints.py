@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -73,20 +74,23 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def all_checkpoints(parent: Path) -> list[Path]:
-    """Completed checkpoints below `parent`, oldest first."""
+    """Completed checkpoints below `parent`, oldest first, by their names: what they hold is read only by who resumes from one.
+
+    A directory whose name is not a policy's is somebody's own, and none of them.
+    """
     try:
-        found = [path.parent for path in parent.glob(f"*/{STATE_NAME}") if not path.parent.name.startswith(".")]
-    except FileNotFoundError:  # somebody moved the folder away while it was read: there are none
+        found = [path.parent for path in parent.glob(f"e*-v*/{STATE_NAME}")]
+    except (FileNotFoundError, NotADirectoryError):  # somebody moved the folder away while it was read: there are none
         return []
-    return sorted(found, key=lambda path: read_state(path).policy)
+    policies: dict[PolicyVersion, Path] = {}
+    for path in found:
+        with suppress(ValueError):
+            policies[PolicyVersion.parse(path.name)] = path
+    return [policies[policy] for policy in sorted(policies)]
 
 
 def latest_checkpoint(parent: Path) -> Path | None:
-    """The newest completed checkpoint below `parent`, None if there is none.
-
-    Raises:
-        UserError: one of them is broken; which one is newest can then not be said.
-    """
+    """The newest completed checkpoint below `parent`, None if there is none."""
     found = all_checkpoints(parent)
     return found[-1] if found else None
 

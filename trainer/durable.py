@@ -44,7 +44,7 @@ def complete_directory(temporary: Path, directory: Path, synced: frozenset[Path]
         temporary.rename(directory)
         sync(directory.parent)
     except OSError as error:
-        raise UserError(f"cannot complete {directory}: {error.strerror}; free space, or choose a run directory that can be written") from error
+        raise UserError(f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written") from error
 
 
 def partial_directories(parent: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.codec import decode
 from rollout.digests import manifest_digest
-from rollout.errors import UserError
+from rollout.errors import UserError, boundary
 from rollout.manifest import digest_directory, write_manifest
 from rollout.trajectory import StoredGroups, Trajectory
 from rollout.weights import Canary, PolicyVersion, Transport, WeightManifest
@@ -104,11 +104,12 @@ class ScriptedTrainer:
 
     def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
         """Write `state` in the form that `trainer.checkpoints` reads; there are no tensors to keep."""
-        temporary = begin_directory(directory)
-        (temporary / TENSORS_NAME).mkdir()
-        (temporary / TENSORS_NAME / ".metadata").touch()
-        (temporary / STATE_NAME).write_bytes(state_bytes(state))
-        complete_directory(temporary, directory)
+        with boundary(UserError, f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
+            temporary = begin_directory(directory)
+            (temporary / TENSORS_NAME).mkdir()
+            (temporary / TENSORS_NAME / ".metadata").touch()
+            (temporary / STATE_NAME).write_bytes(state_bytes(state))
+            complete_directory(temporary, directory)
 
     def load_checkpoint(self, directory: Path) -> CheckpointState:
         """The state that was saved.

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,19 +30,22 @@ def stopped_by(process: ConcordProcess, number: signal.Signals, run: Path) -> in
 @pytest.mark.timeout(4 * (START_S + STEP_S))
 def test_a_run_that_is_stopped_by_signals_is_checkpointed_and_can_be_finished(concord: Start, tmp_path: Path):
     """Before: episodes that are cancelled at their deadline disturb nobody, and a checkpoint that cannot be written ends the run with its name."""
-    config, run, kept = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "kept"
+    config, run = write_config(tmp_path), tmp_path / "runs" / "run"
     settings = ("run.steps=400", "engine.latency_sigma=2", "episodes.deadline_s=1")
     first = concord("run", config, *(part for setting in settings for part in ("--set", setting)))
     first.until_step(1)
     first.until(lambda: any(event.get("reason") == "deadline" for event in events_of(run)), "an episode to pass its deadline")
     first.until_step(max(4, first.steps[-1] + 1))
-    (run / "checkpoints").rename(kept)
-    (run / "checkpoints").write_text("in the way")
+    obstacles = [run / "checkpoints" / f".partial-e1-v{step}" for step in range(first.steps[-1] + 1, 401)]
+    for path in obstacles:
+        with suppress(FileExistsError):  # that checkpoint is being written now
+            path.touch(exist_ok=False)
     assert first.exit_status(STEP_S) == 2, first.errors
     assert f"cannot write {run / 'checkpoints'}" in first.errors
     assert first.left_of_it(5.0) == []
-    (run / "checkpoints").unlink()
-    kept.rename(run / "checkpoints")
+    for path in obstacles:
+        if path.is_file():
+            path.unlink()
 
     second = concord("resume", run, "--set", "engine.latency_sigma=0.8")
     second.until_step(3)

@@ -1,5 +1,6 @@
 """Manifests, complete-or-absent directories, checkpoints by name, and the scripted trainer: everything without torch."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,23 @@ def test_the_newest_checkpoint_is_that_of_the_newest_epoch_and_version(tmp_path:
     for policy in (PolicyVersion(1, 9), PolicyVersion(2, 4), PolicyVersion(1, 30)):
         checkpoint(tmp_path, policy)
     assert latest_checkpoint(tmp_path) == tmp_path / "e2-v4"
+
+
+def test_a_broken_checkpoint_is_counted_and_a_directory_of_another_name_is_not(tmp_path: Path):
+    """Which is newest is in the names; what one holds is judged by who resumes from it, so a folder that is moved away meanwhile is no broken one."""
+    checkpoint(tmp_path, V1)
+    broken = checkpoint(tmp_path, PolicyVersion(1, 9))
+    (broken / TENSORS_NAME / ".metadata").unlink()
+    shutil.copytree(broken, tmp_path / "e1-v30.mine")
+    assert latest_checkpoint(tmp_path) == broken
+    with pytest.raises(UserError, match="e1-v9 is incomplete: its tensors are missing; resume from another"):
+        scripted().load_checkpoint(broken)
+
+
+def test_a_checkpoint_whose_folder_is_in_the_way_is_a_user_error(tmp_path: Path):
+    (tmp_path / ".partial-e1-v5").touch()
+    with pytest.raises(UserError, match=r"cannot write .*e1-v5: Not a directory; free space"):
+        checkpoint(tmp_path, PolicyVersion(1, 5))
 
 
 def test_a_checkpoint_tells_its_state(tmp_path: Path):
