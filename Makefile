@@ -31,7 +31,7 @@ lint: setup ## ruff and pyright
 	$(BIN)/pyright
 
 unit: setup ## Quick tests without Ray or an engine
-	@$(PYTEST) tests/unit -q -m "$(SELECT)"
+	@$(PYTEST) tests/unit -q -n 2 -m "$(SELECT)"
 
 contracts: setup ## Layering, sizes, names, documents
 	@$(PYTEST) tests/contracts -q -m "$(SELECT)"
