@@ -85,7 +85,8 @@ def table(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parser(str(__doc__))
-    arguments.add_argument("--seeds", type=int, default=5, help="runs a case, seeds from 0")
+    arguments.add_argument("--seeds", type=int, default=5, help="runs a case")
+    arguments.add_argument("--first-seed", type=int, default=0, help="the first of the seeds")
     arguments.add_argument("--healthy", type=int, default=None, help="healthy runs; default: as many as seeds")
     arguments.add_argument("--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again")
     chosen = arguments.parse_args()
@@ -98,8 +99,9 @@ def main() -> None:
         import ray
 
         address = str(ray.get_runtime_context().gcs_address)
-        for seed in range(max(seeds.values())):
-            for name in (name for name in names if seed < seeds[name]):
+        for turn in range(max(seeds.values())):
+            seed = chosen.first_seed + turn
+            for name in (name for name in names if turn < seeds[name]):
                 runs = folder / f"{len(rows)}"
                 runs.mkdir()
                 rows.append(rehearse(name, CASES[name], seed, made(name, seed, folder / "models", runs), address))
