@@ -1,4 +1,4 @@
-"""Writes the dashboards as Grafana takes them, and docs/dashboards.md, from `panels.py`.
+"""Writes the dashboards as Grafana takes them, docs/dashboards.md, and the overview's panels in README.md, from `panels.py`.
 
 python deploy/grafana/generate.py            write them
 python deploy/grafana/generate.py --check    say which are not fresh; exit status 1 if any
@@ -26,6 +26,7 @@ from orchestrator.layers import LAYERS  # noqa: E402
 Drawn: TypeAlias = timeseries.Panel | heatmap.Panel | stat.Panel
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="concord-prometheus")
 WIDTH, HEIGHT, STAT_HEIGHT = 12, 8, 4
+BEGIN, END = "<!-- panels of the overview, written by deploy/grafana/generate.py -->", "<!-- end of them -->"
 DOCUMENT = """\
 <!-- Written by deploy/grafana/generate.py from deploy/grafana/panels.py. Change that, then run it again. -->
 # Dashboards
@@ -66,7 +67,8 @@ def main() -> int:
 def fresh_files() -> dict[Path, str]:
     """The text that each file should have."""
     files = {Path(__file__).with_name(f"{each.uid}.json"): json_of(each) for each in DASHBOARDS}
-    return {**files, ROOT / "docs" / "dashboards.md": document()}
+    readme = ROOT / "README.md"
+    return {**files, ROOT / "docs" / "dashboards.md": document(), readme: with_overview(readme.read_text())}
 
 
 def json_of(page: Dashboard) -> str:
@@ -130,11 +132,24 @@ def document() -> str:
     """docs/dashboards.md: every panel with its queries."""
     colours = ", ".join(f"{layer.number} {layer.name} `{layer.colour}`" for layer in LAYERS.values())
     parts = [DOCUMENT.format(colours=colours)]
-    for page in DASHBOARDS:
-        rows = ["| panel | layer | queries |", "| --- | --- | --- |"]
-        rows += [f"| {panel.title} | {panel.layer} | {'<br>'.join(code(expression) for expression, _ in panel.queries)} |" for panel in page.panels]
-        parts.append(f"## {page.title}\n\n{page.about} `deploy/grafana/{page.uid}.json`\n\n" + "\n".join(rows) + "\n")
+    parts += [f"## {page.title}\n\n{page.about} `deploy/grafana/{page.uid}.json`\n\n{table(page)}" for page in DASHBOARDS]
     return "\n".join(parts)
+
+
+def table(page: Dashboard) -> str:
+    """The panels of a dashboard with their queries."""
+    rows = ["| panel | layer | queries |", "| --- | --- | --- |"]
+    rows += [f"| {panel.title} | {panel.layer} | {'<br>'.join(code(expression) for expression, _ in panel.queries)} |" for panel in page.panels]
+    return "\n".join(rows) + "\n"
+
+
+def with_overview(readme: str) -> str:
+    """README.md with the first dashboard's panels between its two marks."""
+    before, begun, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begun and end):
+        raise SystemExit(f"README.md lacks {BEGIN!r} or {END!r}, between which the overview's panels stand; put both back on lines of their own")
+    return f"{before}{BEGIN}\n{table(DASHBOARDS[0])}{END}{after}"
 
 
 def code(expression: str) -> str:

@@ -54,6 +54,7 @@ def test_files_are_fresh():
 def test_a_file_that_is_not_fresh_is_found(tmp_path: Path):
     for name in ("deploy/grafana", "orchestrator", "docs", "rollout", "trainer", "actors"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
     changed = tmp_path / "deploy" / "grafana" / "concord-fleet.json"
     changed.write_text(changed.read_text().replace("replica_up", "replica_down"))
     done = subprocess.run(
@@ -61,6 +62,13 @@ def test_a_file_that_is_not_fresh_is_found(tmp_path: Path):
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env={"PYTHONPATH": str(tmp_path / "deploy/grafana")},
     )  # fmt: skip
     assert (done.returncode, "concord-fleet.json is not fresh" in done.stderr) == (1, True), done.stderr
+
+
+def test_the_first_page_lists_the_overview_with_its_queries():
+    readme = (ROOT / "README.md").read_text()
+    for panel in json.loads((FOLDER / "concord-overview.json").read_text())["panels"]:
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {panel['title']} |"))
+        assert row.count("`") == 2 * len(panel["targets"])
 
 
 def test_there_is_a_page_for_each_layer_and_the_others():
