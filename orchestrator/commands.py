@@ -40,11 +40,12 @@ def run_new(config: RunConfig, default_name: str) -> None:
 def run_again(path: Path, overrides: list[str]) -> None:
     """`concord resume`."""
     run, config = open_run_dir(path, overrides)
-    if overrides:
-        write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
     refuse_missing(config)
     with _exporter(config) as exporter:
         inputs = check_inputs(config, prepare_model(config.model))
+        if overrides:  # only now: what was refused is not kept
+            with boundary(UserError, f"cannot write {run.config} (free space, or make the run directory writable)"):
+                write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
         _carry_out(config, run, inputs, reporter_for_stdout(), exporter)
 
 
