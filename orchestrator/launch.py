@@ -291,8 +291,8 @@ async def _observe(
 
 def _observing(run: RunDir, loop: Loop, reporter: Reporter, exporter: Exporter, live: LiveSignals) -> Observing:
     async def tell(trouble: str) -> None:
-        reporter.say(f"Prometheus gets nothing new from now on, the training goes on: {trouble}")
+        reporter.say(f"metrics are served no longer, the training goes on: {trouble}")
         await loop.book.store.record_event("exporter_failed", {"reason": trouble})
 
     reporter.say(f"metrics at {exporter.url}")
-    return Observing(exporter, live, Targets(run.prometheus_targets, run.path.name, exporter.target), tell)
+    return Observing(exporter, live, Targets(run.prometheus_targets, run.path.name, exporter.target), loop.book.side_files, tell)

@@ -15,12 +15,12 @@ class Targets:
         self._engines: Mapping[int, str] | None = None
 
     def show(self, engines: Mapping[int, str]) -> None:
-        """Engines serve at these addresses (host:port by slot); writes only what is new."""
+        """Engines serve at these addresses (host:port by slot); writes only what is not on the disk yet."""
         if engines == self._engines:
             return
-        self._engines = dict(engines)
         entries = [{"targets": [self._own], "labels": {"job": "concord", "run": self._run}}]
         entries += [
             {"targets": [address], "labels": {"job": "concord-engine", "run": self._run, "replica": str(slot)}} for slot, address in sorted(engines.items())
         ]
         write_atomic(self._path, json.dumps(entries, indent=2) + "\n")
+        self._engines = dict(engines)

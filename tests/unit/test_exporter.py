@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -158,10 +158,32 @@ def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Pa
 
     with Failing("127.0.0.1", 0) as exporter:
         run, summary = drive_served(tmp_path, exporter, STEPS, reporter=Listening())
+        with pytest.raises(ConnectionRefusedError):  # old values would look like a run that has stalled
+            socket.create_connection(("127.0.0.1", int(exporter.target.rsplit(":", 1)[1])), timeout=10.0)
     assert summary["steps"] == STEPS
     assert len([text for text in said if "the training goes on: reducing signals: OSError: no room" in text]) == 1
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     assert len([event for event in events if event["kind"] == "exporter_failed"]) == 1
+
+
+def test_a_disk_that_refuses_the_targets_takes_no_metrics_away(tmp_path: Path):
+    class InTheWay(QuietReporter):
+        def say(self, text: str) -> None:
+            if text.startswith("metrics at"):
+                targets.mkdir()
+
+        def step(self, row: Mapping[str, float], steps: int) -> None:
+            if row["step"] == 2:
+                targets.rmdir()
+
+    targets = tmp_path / "run" / "prometheus_targets.json"
+    with Exporter("127.0.0.1", 0) as exporter:
+        run, _ = drive_served(tmp_path, exporter, STEPS, reporter=InTheWay())
+        assert exporter.snapshot.numbers["concord_step"] == {(): STEPS}
+    assert run.prometheus_targets == targets
+    assert json.loads(targets.read_text())[0]["targets"] == [exporter.target]
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert [event["what"] for event in events if event["kind"] == "side_file_failed"] == ["where Prometheus finds the run"]
 
 
 def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
