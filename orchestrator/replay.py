@@ -87,8 +87,9 @@ def replay_document(name: str, saved: SavedStep, report: ReplayReport, weights: 
 def notes(config: TrainerConfig, saved: SavedStep, report: ReplayReport) -> list[str]:
     """What the reader of a verdict should know besides."""
     said: list[str] = []
-    if saved.planted:
-        said.append(f"the step had planted faults, which are planted again: {', '.join(planted.fault for planted in saved.planted)}")
+    planted = [planted.fault for planted in saved.planted if not planted.missed]
+    if planted:
+        said.append(f"the step had planted faults, which are planted again: {', '.join(planted)}")
     if saved.applied:
         said.append("the step was applied; what a search then took out of its loss is in this batch, and in the norms above")
     if config.num_gpus > 0 and report.device == "cpu":

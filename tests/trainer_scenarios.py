@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from trainer_room import stored
 
 from rollout.faults.config import FaultsConfig
-from rollout.faults.gradient_config import NanTokenFault, TwoSpikesFault
+from rollout.faults.gradient_config import GradSpikeFault, NanTokenFault, RatioSpikeFault, TwoSpikesFault
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import CheckpointState
 from trainer.config import GrpoConfig, OptimizerConfig, RlooConfig, TrainerConfig, WeightsConfig
@@ -126,6 +126,18 @@ def all_together(rank: int, world: int, folder: Path) -> None:
         run_case(rank, world, folder, name)
     continue_together(rank, world, folder)
     fail_together(rank, world, folder)
+
+
+ONE_OF_EACH = LossSettings(faults=FaultsConfig(plant=(GradSpikeFault(), RatioSpikeFault(), NanTokenFault()), seed=4))
+
+
+def tell_what_was_planted(rank: int, world: int, folder: Path) -> None:
+    """A step with `ONE_OF_EACH`, under a clip that cuts off a part of the terms: (fault, trajectory, position) of each in `planted-wWORLD-RANK.json`."""
+    trainer = build(folder, "tell", rank, world, config={"micro_batch_tokens": SMALL}, settings=ONE_OF_EACH)
+    report = step(trainer, 1)
+    trainer.close()
+    told = [(planted.fault, planted.trajectory_id, planted.position) for planted in report.planted]
+    (folder / f"planted-w{world}-{rank}.json").write_text(json.dumps(told))
 
 
 def two_ranks_are_hit(rank: int, world: int, folder: Path) -> None:

@@ -25,6 +25,7 @@ from trainer.batcher import TrainingBatch, build_batch
 from trainer.canary import canary_token_ids
 from trainer.checkpoints import CheckpointState
 from trainer.config import TrainerConfig, WeightsConfig
+from trainer.consistency.config import NoCorrection
 from trainer.consistency.evidence import audited_group
 from trainer.gradient_step import GradientReport, GradientStep, PhaseClock
 from trainer.loading import DTYPES, load_policy
@@ -32,8 +33,10 @@ from trainer.loss_settings import LossSettings
 from trainer.model_dir import check_model_dir
 from trainer.packing import pack
 from trainer.planted.draws import StepBatches
+from trainer.planted.due import DueFaults
 from trainer.planted.learning_rate import planted_optimizer
 from trainer.planted.loss import PlantedLoss
+from trainer.planted.pull_meter import PullMeter
 from trainer.policy_loss import PolicyLoss
 from trainer.publication import Publisher
 from trainer.ranks import Ranks, join_ranks, leave_ranks, reshard
@@ -89,9 +92,14 @@ class PolicyTrainer:
             self._algorithm = build_algorithm(config.algorithm)
             settings = settings or LossSettings()
             loss: TokenLoss = PolicyLoss(config.algorithm, self._algorithm, reference, settings.correction)
-            self._planted: PlantedLoss | None = None
+            self._due: DueFaults | None = None
             if settings.faults.in_gradients:
-                loss = self._planted = PlantedLoss(loss, self._model, settings.faults, corrects=settings.corrects)
+                uncorrected = PolicyLoss(config.algorithm, self._algorithm, reference, NoCorrection())
+                meter = PullMeter(self._model, self._ranks, None if replay is None else replay.using)
+                real, loss = loss, PlantedLoss(loss, self._model)
+                self._due = DueFaults(
+                    settings.faults, loss, self._model, meter, real=real, uncorrected=uncorrected, corrects=settings.corrects
+                )
             blocks = named_blocks(self._model)
             self._optimizer = planted_optimizer(settings.faults, blocks, config.optimizer, self._ranks, total_steps)
             watch = StepWatch(config, self._model, blocks, self._ranks)
@@ -122,8 +130,8 @@ class PolicyTrainer:
         batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
         micro_batches: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         planted: tuple[PlantedFault, ...] = ()
-        if self._planted is not None:
-            acted = self._planted.begin(request.policy.version, batch, micro_batches)
+        if self._due is not None:
+            acted = self._due.begin(request.policy.version, batch, micro_batches)
             batch, micro_batches, planted = acted.batch, acted.micro_batches, acted.planted
         clock.end("pack")
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)

@@ -22,7 +22,7 @@ from trainer.loading import DTYPES, load_policy
 from trainer.loss_settings import LossSettings
 from trainer.packing import pack
 from trainer.planted.draws import StepBatches
-from trainer.planted.loss import PlantedLoss
+from trainer.planted.loss import PlantedLoss, PlantedStep
 from trainer.policy_loss import PolicyLoss, loss_tokens
 from trainer.ranks import Ranks, join_ranks, leave_ranks
 from trainer.replay_places import NonFinitePlaces
@@ -96,8 +96,9 @@ class _ReplayModel:
         step: StepBatches = pack(self._batch.samples, saved.ranks, config.micro_batch_tokens)
         self._loss: TokenLoss = PolicyLoss(config.algorithm, algorithm, reference, settings.correction)
         if saved.planted:
-            planted = PlantedLoss(self._loss, self._model, settings.faults, corrects=settings.corrects)
-            step = planted.begin(saved.request.policy.version, self._batch, step).micro_batches
+            # What was planted then, not what would be drawn now: another dtype or device may measure otherwise.
+            planted = PlantedLoss(self._loss, self._model)
+            step = planted.plant(PlantedStep(batch=self._batch, micro_batches=step), saved.planted).micro_batches
             self._loss = planted
         self._micro_batches: tuple[MicroBatch, ...] = tuple(micro for rank in step for micro in rank)
         self._routing = BatchReplay(self._model) if config.replay_routing else None

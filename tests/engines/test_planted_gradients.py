@@ -1,11 +1,15 @@
 """Planted gradient faults in a live trainer: each does what it says in the step that it is due, and nothing else."""
 
 import itertools
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from builders import build_evidence, build_stored
+from gradloc_live_room import healthy_groups, negative_places
 from trainer_room import run_ranks, stored, write_model
-from trainer_scenarios import SPIKES_THEN_NAN, build, step, two_ranks_are_hit
+from trainer_scenarios import SPIKES_THEN_NAN, build, step, tell_what_was_planted, two_ranks_are_hit
 
 from rollout.errors import UserError
 from rollout.faults.config import FaultConfig, FaultsConfig
@@ -17,16 +21,18 @@ from rollout.faults.gradient_config import (
     RatioSpikeFault,
     TwoSpikesFault,
 )
+from rollout.trajectory import StoredGroups
 from rollout.weights import PolicyVersion
 from trainer.config import GrpoConfig, TrainerConfig
 from trainer.consistency.config import TisConfig
+from trainer.consistency.evidence import encode_evidence
 from trainer.loss_settings import LossSettings
 from trainer.replay import ReplaySource, replay
 from trainer.replay_report import ReplayVerdict
 from trainer.saved_steps import read_step
 from trainer.stability.config import GivenTau, GradLocConfig
 from trainer.stability.evidence import CulpritType
-from trainer.types import PlantedFault, StepReport, StepRequest
+from trainer.types import OldLogprobSource, PlantedFault, StepReport, StepRequest
 
 NEVER_CLIPS = GrpoConfig(clip_low=0.999, clip_high=1e9)
 """Log-probs of the test's batch are not the model's, and a clipped term has no gradient."""
@@ -41,14 +47,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def first_step(folder: Path, *faults: FaultConfig, settings: LossSettings | None = None, **config: object) -> StepReport:
-    """The report of step 1 of a fresh trainer."""
+def one_step(
+    folder: Path,
+    groups: StoredGroups,
+    *faults: FaultConfig,
+    settings: LossSettings | None = None,
+    source: OldLogprobSource = OldLogprobSource.ROLLOUT,
+    **config: object,
+) -> StepReport:
+    """The report of a fresh trainer's step 1 on these groups."""
     planted = settings or LossSettings(faults=FaultsConfig(plant=faults, seed=3))
-    trainer = build(folder, f"planted-{next(_numbers)}", config={"algorithm": NEVER_CLIPS, "micro_batch_tokens": 42, **config}, settings=planted)
+    everything = {"algorithm": NEVER_CLIPS, "micro_batch_tokens": 42, **config}
+    trainer = build(folder, f"planted-{next(_numbers)}", config=everything, settings=planted)
     try:
-        return step(trainer, 1)
+        return trainer.step(groups, StepRequest(policy=PolicyVersion(1, 1), oldest_version=0, old_logprobs=source))
     finally:
         trainer.close()
+
+
+def first_step(folder: Path, *faults: FaultConfig, settings: LossSettings | None = None, **config: object) -> StepReport:
+    """The report of step 1 of a fresh trainer on the batch that most tests share."""
+    return one_step(folder, stored(seed=1), *faults, settings=settings, source=OldLogprobSource.ROLLOUT, **config)
 
 
 def test_a_grad_spike_scales_one_term_and_leaves_every_ratio_normal(folder: Path):
@@ -132,8 +151,93 @@ def test_a_nan_token_stops_its_step_and_no_later_one(folder: Path, tmp_path: Pat
 
 def test_what_cannot_be_planted_is_told(folder: Path):
     report = first_step(folder, TwoSpikesFault(), micro_batch_tokens=10_000)
-    assert "too few micro-batches" in report.planted[0].missed
+    assert report.planted[0].missed == "all terms with a gradient stand in one micro-batch of one rank, and it needs two"
     assert report.grad_norm == first_step(folder, micro_batch_tokens=10_000).grad_norm
+
+
+CLIPS = GrpoConfig()
+
+
+def clipped(num_left: int = 0) -> tuple[StoredGroups, set[tuple[str, int]]]:
+    """A batch whose every ratio lies where the surrogate clips it, but for the last `num_left` tokens of the best trajectory of each group; and those.
+
+    The middle trajectory of each group has no advantage.
+    """
+    groups, left = healthy_groups(1), set[tuple[str, int]]()
+    for group in groups:
+        ranking = np.argsort([reward.total for reward in group.rewards])
+        worst, _, best = (group.trajectories[int(index)] for index in ranking)
+        worst.rollout_logprobs[worst.sampled] = -1e-3
+        best.rollout_logprobs[best.sampled] = -30.0
+        for at in np.flatnonzero(best.sampled)[best.num_sampled - num_left :].tolist():
+            best.rollout_logprobs[at] = -1e-3
+            left.add((best.trajectory_id, at))
+    return build_stored(groups), left
+
+
+@pytest.mark.parametrize("kind", [GradSpikeFault, TwoSpikesFault])
+def test_a_spike_is_planted_on_terms_that_the_clip_has_not_cut_off(folder: Path, kind: type[GradSpikeFault | TwoSpikesFault]):
+    groups, left = clipped(num_left=4)
+    healthy = one_step(folder, groups, algorithm=CLIPS)
+    hit: set[tuple[str, int | None]] = set()
+    for seed in range(8):
+        spiked = one_step(folder, groups, settings=LossSettings(faults=FaultsConfig(plant=(kind(factor=1e5),), seed=seed)), algorithm=CLIPS)
+        hit |= {(planted.trajectory_id, planted.position) for planted in spiked.planted}
+        assert spiked.grad_norm > 1000 * healthy.grad_norm, (seed, spiked.planted)
+    assert len(hit) > 3 and hit <= left
+
+
+@pytest.mark.parametrize("fault", [GradSpikeFault(), TwoSpikesFault(), DiffuseSpikeFault(), BlockExplosionFault()])
+def test_a_step_in_which_no_term_has_a_gradient_is_missed_with_the_reason(folder: Path, fault: FaultConfig):
+    report = one_step(folder, clipped()[0], fault, algorithm=CLIPS)
+    (planted,) = report.planted
+    assert "no term of the step has a gradient" in planted.missed
+    assert report.grad_norm == 0 and planted == PlantedFault(fault=fault.type, missed=planted.missed)
+
+
+def test_a_ratio_spike_lifts_its_ratio_over_the_clip_and_needs_no_gradient_before(folder: Path):
+    report = one_step(folder, clipped()[0], RatioSpikeFault(), algorithm=CLIPS)
+    assert report.planted[0].factor == -10.0 and report.grad_norm > 0
+
+
+def test_a_nan_token_stops_its_step_where_no_term_has_a_gradient(folder: Path):
+    report = one_step(folder, clipped()[0], NanTokenFault(), algorithm=CLIPS)
+    assert report.planted[0].trajectory_id and report.skipped == "non-finite loss (nan)"
+
+
+def test_a_ratio_spike_beside_recomputed_log_probs_stands_where_the_clip_has_not_cut_off_the_surrogate(folder: Path):
+    groups = healthy_groups(1)
+    worst = negative_places(groups)
+    verdicts = [encode_evidence(build_evidence(group)) for group in groups]
+    for number, group in enumerate(groups):
+        evidence = build_evidence(group)
+        for each in evidence.trajectories:
+            # Of the worst trajectories only the first sampled token is not beyond the lower bound.
+            first = int(np.argmax(each.scored))
+            each.behaviour_logprobs[first + 1 :] = -1e-3
+            each.behaviour_logprobs[first] = -20.0
+        verdicts[number] = encode_evidence(evidence)
+    first_of = {place.trajectory_id: min(each.position for each in worst if each.trajectory_id == place.trajectory_id) for place in worst}
+    for seed in range(8):
+        settings = LossSettings(correction=TisConfig(cap=2.0), faults=FaultsConfig(plant=(RatioSpikeFault(),), seed=seed))
+        report = one_step(folder, build_stored(groups, verdicts), settings=settings, source=OldLogprobSource.RECOMPUTED, algorithm=CLIPS)
+        (planted,) = report.planted
+        assert planted.position == first_of[planted.trajectory_id]
+
+
+def test_measuring_what_has_a_gradient_leaves_the_step_as_it_is(folder: Path):
+    """A fault that cannot act: the step is bit for bit that without the fault."""
+    steps = [first_step(folder, *faults, micro_batch_tokens=10_000) for faults in ((), (TwoSpikesFault(),))]
+    assert steps[1].planted[0].missed
+    assert (steps[0].loss, steps[0].grad_norm, steps[0].block_norms) == (steps[1].loss, steps[1].grad_norm, steps[1].block_norms)
+
+
+def test_one_rank_and_two_plant_on_the_same_tokens(folder: Path):
+    tell_what_was_planted(0, 1, folder)
+    run_ranks(2, tell_what_was_planted, folder)
+    alone, *both = [json.loads((folder / f"planted-{name}.json").read_text()) for name in ("w1-0", "w2-0", "w2-1")]
+    assert [fault for fault, _, _ in alone] == ["ratio_spike", "grad_spike", "nan_token"]
+    assert all(trajectory_id for _, trajectory_id, _ in alone) and both == [alone, alone]
 
 
 def test_two_ranks_are_hit_alike_and_the_step_that_they_keep_is_replayed_on_one(folder: Path):

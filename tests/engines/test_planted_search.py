@@ -1,8 +1,5 @@
 """Planted gradient faults as a search and a replay meet them: in whatever rows they run, and block by block."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from gradloc_room import on_policy, random_step, run_step, spiking_loss, tau_of, watching
@@ -13,7 +10,9 @@ from trainer.algorithms.grpo import Grpo
 from trainer.batcher import build_batch
 from trainer.config import GrpoConfig
 from trainer.planted.block_gradient import scaled_backward
+from trainer.planted.due import DueFaults
 from trainer.planted.loss import PlantedLoss
+from trainer.planted.pull_meter import PullMeter
 from trainer.policy_model import PolicyModel
 from trainer.ranks import Ranks
 from trainer.replay_places import NonFinitePlaces
@@ -25,9 +24,10 @@ NO_SAMPLES = build_batch([], Grpo(GrpoConfig()), 0, "token_mean")
 def planted_step(
     model: PolicyModel, ranks: Ranks, micro_batches: tuple[MicroBatch, ...], fault: FaultConfig, version: int
 ) -> tuple[PlantedLoss, tuple[MicroBatch, ...], tuple[PlantedFault, ...]]:
-    loss = PlantedLoss(spiking_loss(), model, FaultsConfig(plant=(fault,)), corrects=False)
-    surprised = [replace(micro, rollout_logprobs=np.minimum(micro.rollout_logprobs, -1.0)) for micro in micro_batches]
-    acted = loss.begin(version, NO_SAMPLES, [surprised])
+    real = spiking_loss()
+    loss = PlantedLoss(real, model)
+    due = DueFaults(FaultsConfig(plant=(fault,)), loss, model, PullMeter(model, ranks), real=real, uncorrected=real, corrects=False)
+    acted = due.begin(version, NO_SAMPLES, [micro_batches])
     return loss, tuple(acted.micro_batches[0]), acted.planted
 
 
@@ -56,7 +56,7 @@ def test_a_search_sees_the_exploded_block_in_every_term(model: PolicyModel, alon
     assert report is not None
     norms = [dict(hit.block_norms) for hit in report.hits]
     assert norms and all(each["model.layers.1"] > 10 * each["model.layers.0"] for each in norms)
-    loss.begin(2, NO_SAMPLES, [acted])
+    loss.clear()
 
 
 def test_the_first_block_is_named_forward_and_backward(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):

@@ -48,7 +48,7 @@ def replayed(folder: Path, settings: LossSettings, config: dict[str, Any]) -> tu
         weights_dir=folder / "weights",
         reference_dir=folder / "dense",
         config=TrainerConfig.model_validate(config),
-        settings=settings,
+        settings=replace(settings, faults=FaultsConfig()),  # what was planted is in the saved step, and no draw makes it again
     )
     return report, replay(source)
 
