@@ -80,6 +80,9 @@ CONSISTENCY: tuple[Metric, ...] = (
         REPLICA,
         Label(name="statistic", values=("mean", "p50", "p90", "p99", "max")),
     ),
+    gauge(
+        "replica_gap_limit_nats", "nats", 4, "Mean |d_engine| above which the replica's gap fails: by its numerics, or `consistency.limits`.", REPLICA
+    ),
     gauge("replica_gap_k3_nats", "nats", 4, "Mean k3 of d_engine of the replica's newest audit.", REPLICA),
     gauge("replica_ess", "ratio", 4, "Effective sample size of the raw engine ratios of the replica's newest audit.", REPLICA),
     gauge("replica_tail", "ratio", 4, "F(2) of the replica's newest audit: share of tokens whose engine ratio is outside [1/2, 2].", REPLICA),

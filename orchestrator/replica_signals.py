@@ -34,6 +34,7 @@ def _audited(consistency: Consistency) -> dict[str, dict[LabelValues, float]]:
     multiples = [(str(gap.replica), multiple) for gap in gaps if (multiple := consistency.baseline_multiple(gap)) is not None]
     return {
         "concord_replica_gap_nats": {(str(gap.replica), name): value for gap in gaps for name, value in _statistics(gap)},
+        "concord_replica_gap_limit_nats": {(str(gap.replica),): gap.mean_abs_limit for gap in gaps},
         "concord_replica_gap_k3_nats": {(str(gap.replica),): gap.k3 for gap in gaps},
         "concord_replica_ess": {(str(gap.replica),): gap.ess for gap in gaps},
         "concord_replica_tail": {(str(gap.replica),): gap.outside_factor_two for gap in gaps},

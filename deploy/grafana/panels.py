@@ -175,7 +175,13 @@ SYSTEM = Dashboard(
     "Concord: 4 training system",
     "Whether engine and trainer compute the same, and where work waits.",
     (
-        by("Engine against trainer, by replica", "none", 4, 'concord_replica_gap_nats{statistic=~"mean|p99"}', "replica", "statistic", help="Nats."),
+        Panel(
+            "Engine against trainer, by replica",
+            "none",
+            (('concord_replica_gap_nats{statistic=~"mean|p99"}', "{{replica}} {{statistic}}"), ("concord_replica_gap_limit_nats", "{{replica}} limit of the mean")),
+            4,
+            help="Nats.",
+        ),
         by("Over the replica's own baseline", "none", 4, "concord_replica_baseline_multiple", "replica"),
         by("Attributed gap", "none", 4, "concord_replica_attributed_nats", "replica", "cause", help="Nats; all 0 while the gap is within limits."),
         by("k3 of the gap", "sci", 4, "concord_replica_gap_k3_nats", "replica"),

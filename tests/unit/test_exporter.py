@@ -103,6 +103,7 @@ def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_
         drive_served(tmp_path, exporter, STEPS, shift_nats=0.005)
         samples = scrape(exporter.url)
     assert value_of(samples, "concord_replica_gap_nats", replica="0", statistic="p50") == pytest.approx(0.005, rel=1e-3)
+    assert value_of(samples, "concord_replica_gap_limit_nats", replica="0") == 2.0, "of the config"
     assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.001") == 0.0
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
@@ -119,8 +120,8 @@ def test_reward_parts_beyond_the_declared_number_are_summed_up():
 
 def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
     gap = ReplicaGap(
-        replica=0, newest=PolicyVersion(1, 1), engine="torch", num_tokens=9, mean_abs=0.9, max_abs=2.0, k3=0.1, ess=0.9, outside_factor_two=0.1, findings=(),
-        attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
+        replica=0, newest=PolicyVersion(1, 1), engine="torch", num_tokens=9, mean_abs=0.9, mean_abs_limit=0.05, max_abs=2.0, k3=0.1, ess=0.9,
+        outside_factor_two=0.1, findings=(), attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
     )  # fmt: skip
     assert {cause: nats for cause, nats in attributed(gap).items() if nats} == {"weight_sync": 0.7, "unknown": 0.2}
     assert set(attributed(gap)) == set(Cause)

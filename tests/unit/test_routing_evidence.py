@@ -101,6 +101,7 @@ def gap_of(replica: int, *agreements: RoutingAgreement | None, missing: int = 0)
         engine="torch",
         num_tokens=8,
         mean_abs=0.0,
+        mean_abs_limit=0.05,
         max_abs=0.0,
         k3=0.0,
         ess=1.0,

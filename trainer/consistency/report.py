@@ -79,6 +79,8 @@ class ReplicaGap:
     """Scored tokens."""
     mean_abs: float
     """Mean |d_engine|, nats."""
+    mean_abs_limit: float
+    """Mean |d_engine| in nats above which the gap fails, for the numerics that the engine declares."""
     max_abs: float
     """Nats."""
     k3: float

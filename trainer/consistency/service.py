@@ -199,6 +199,7 @@ class Auditor:
             engine=scored[0].trajectory.tag.engine,
             num_tokens=summary.num_tokens,
             mean_abs=summary.mean_abs,
+            mean_abs_limit=limits.mean_abs_fail,
             max_abs=float(np.abs(d).max()) if d.size else 0.0,
             k3=summary.k3,
             ess=summary.ess,
