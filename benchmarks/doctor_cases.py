@@ -19,8 +19,6 @@ START = 8
 
 LATE = 35
 """Version of a single step that goes wrong: what is ordinary must be known by then."""
-EVERY = 10
-"""Steps to the next where one alone may show nothing: a token whose ratio is clipped by then has no gradient that a factor could scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ CASES: Mapping[str, Case] = {
     "easy_prompts": Case(cause=Cause.EASY_PROMPTS, fault={"type": "easy_prompts"}),
     "high_lr": Case(cause=Cause.POLICY_COLLAPSE, fault={"type": "high_lr", "start_version": START}),
     "dead_reward_worker": Case(cause=Cause.REWARD_WORKER, fault={"type": "dead_reward_worker"}),
-    "grad_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "grad_spike", "start_version": LATE, "every_steps": EVERY}),
+    "grad_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "grad_spike", "start_version": LATE}),
     "two_spikes": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "two_spikes", "start_version": LATE}, changes={"trainer": {"micro_batch_tokens": 256}}),
     "ratio_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "ratio_spike", "start_version": LATE}),
     "diffuse_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "diffuse_spike", "start_version": LATE}),

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from rollout.faults.gradient_config import NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
 from trainer.types import MicroBatch
 
-LEAST_SHARE = 0.1
-"""Of the step's mean pull: a term that pulls less has next to no gradient, and no factor makes a spike of it."""
+LEAST_SHARE = 0.5
+"""Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes no spike of a weak one."""
 
 StepBatches = Sequence[Sequence[MicroBatch]]
 """[ranks][micro-batches] of one step."""
