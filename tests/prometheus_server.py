@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 RULES = Path(__file__).parents[1] / "deploy" / "prometheus" / "rules"
-START_S = 30.0
+START_S = 60.0
 SCRAPE_INTERVAL = "1s"
-"""Also the deadline of a scrape: one that a loaded machine answers too late takes all values away until the next."""
+"""Also the deadline of a scrape: one that a loaded machine answers too late takes all values away until the next. So a test waits for values."""
+WAIT_S = 60.0
 
 
 class PrometheusServer:
@@ -71,15 +72,28 @@ class PrometheusServer:
         """All series that were ever scraped."""
         return self._get("series", **{"match[]": match})
 
-    def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = WAIT_S) -> None:
         """Poll a condition on this server."""
         limit = time.monotonic() + deadline_s
         while not condition():
             assert time.monotonic() < limit, f"waited {deadline_s:g} s for {what}"
             assert not self._ends_within(0.1), f"prometheus ended: {(self._folder / 'log').read_text()}"
 
+    def answered(self, queries: Sequence[str], target: str) -> set[str]:
+        """Those with data while all scrapes of one target succeed; asked again and again until none has failed meanwhile."""
+        found: set[str] = set()
+
+        def asked_undisturbed() -> bool:
+            begun = time.monotonic()
+            found.update(query for query in queries if query not in found and self.query(query))
+            taken_s = int(time.monotonic() - begun) + 3  # a rule's value is as old as its last evaluation
+            return self.value(f'min_over_time(up{{instance="{target}"}}[{taken_s}s])') == 1.0
+
+        self.wait_until(asked_undisturbed, f"some seconds in which no scrape of {target} fails")
+        return found
+
     def _get(self, endpoint: str, **parameters: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}", timeout=10.0) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}", timeout=WAIT_S) as answer:
             return json.load(answer)["data"]
 
     def _becomes_ready(self) -> bool:
@@ -98,4 +112,4 @@ class PrometheusServer:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10.0)
+            self._process.wait(WAIT_S)

@@ -43,7 +43,7 @@ def drive_served(
         fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer))
         fleet.make_auditor = lambda: scripted_auditor(config.consistency, ScriptedScorer(lambda t, options: shift_nats))
         try:
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(100.0):
                 return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), exporter=exporter)
         finally:
             await fleet.close()

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from prometheus_rules import FOLDER
 
+pytestmark = pytest.mark.timeout(330)
 FILES = sorted((FOLDER / "tests").glob("*.yml"))
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     program = shutil.which("promtool")
     assert program is not None, "promtool is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_server_takes_config_and_rules():
