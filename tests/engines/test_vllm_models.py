@@ -84,7 +84,7 @@ def test_kept_keys_and_values_leave_labels_true_and_later_tokens_beyond_recomput
     assert gap(fresh, [*PROMPT, *tokens_of([old])], models) <= EXACT_NATS  # no new request starts from old KV
 
 
-def test_a_killed_core_fails_what_waits_at_once_and_stop_still_cleans_up(experts: tuple[VllmRoom, Models]):
+def test_a_killed_core_fails_what_waits_with_its_death_and_stop_still_cleans_up(experts: tuple[VllmRoom, Models]):
     room, _ = experts
     family = [psutil.Process(room.core_pid), *psutil.Process(room.core_pid).children(recursive=True)]
 
@@ -93,13 +93,14 @@ def test_a_killed_core_fails_what_waits_at_once_and_stop_still_cleans_up(experts
         await room.engine.score(np.array([2, 3], dtype=np.int32))
         assert await room.engine.healthy()
         os.kill(room.core_pid, signal.SIGKILL)
-        async with asyncio.timeout(2.0):  # vLLM by itself would need more than five seconds
+        async with asyncio.timeout(30.0):
             answers = await asyncio.gather(*running, return_exceptions=True)
             assert not await room.engine.healthy()
         return answers
 
-    answers = room.run(kill())
-    assert all(isinstance(answer, EngineError) and "has died" in str(answer) for answer in answers)
+    pid, answers = room.core_pid, room.run(kill())
+    # Said by the watch over the process; what vLLM itself says of its core, seconds later, reads otherwise.
+    assert all(isinstance(answer, EngineError) and f"engine core (process {pid}) has died" in str(answer) for answer in answers)
     with pytest.raises(EngineError, match="has died"):
         room.collect(ask("after", PROMPT))
     with pytest.raises(EngineError, match="has died"):

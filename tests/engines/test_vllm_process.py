@@ -44,8 +44,8 @@ def test_processes_that_ignore_the_end_are_killed():
         assert process in descendants()
         assert process not in descendants({child.pid})
         await asyncio.to_thread(end, [process], 0.1)
-        assert not process.is_running()
-        await child.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await child.wait() == -signal.SIGKILL
 
     asyncio.run(leave())
 
