@@ -6,6 +6,7 @@ from pathlib import Path
 
 from actors.ports import TrainerPort
 from orchestrator.run_dir import RunDir, prune_weights
+from orchestrator.side_files import SideFileError
 from rollout.errors import UserError, boundary
 from rollout.protocols import Store
 from rollout.weights import PolicyVersion
@@ -31,17 +32,29 @@ class RunCheckpoints:
         await self._store.settle(policy)
         with boundary(UserError, f"{policy.key} is checkpointed, but older files of {self._run.path} cannot be removed (let them be, then resume)"):
             prune_checkpoints(self._run.checkpoints, self._keep_last)
-            self.prune(policy)
 
     def prune(self, newest: PolicyVersion) -> None:
         """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use, and
-        what a saved step started from."""
+        what a saved step started from. To be called after every step, and after its checkpoint.
+
+        Raises:
+            SideFileError: a saved step cannot be read, so what it started from is not known: all weights are kept.
+            OSError: some cannot be removed.
+        """
         window = self._max_staleness + 2
         recent = {newest.version - age for age in range(window)}
         for checkpoint in all_checkpoints(self._run.checkpoints):
             recent |= {PolicyVersion.parse(checkpoint.name).version - age for age in range(self._max_staleness + 1)}
         on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
-        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use() | weights_in_use(self._run.saved_steps))
+        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use() | self._in_saved_steps())
+
+    def _in_saved_steps(self) -> set[PolicyVersion]:
+        folder = self._run.saved_steps
+        try:
+            with boundary(UserError, f"a step.json below {folder} is broken (remove its folder)"):
+                return weights_in_use(folder)
+        except UserError as error:
+            raise SideFileError(f"all weights are kept while a saved step cannot be read: {error}") from error
 
 
 def export_model(weights: Path, target: Path) -> None:

@@ -187,6 +187,6 @@ def _fields(directory: Path) -> dict[str, Any]:
     with boundary(UserError, f"cannot read {directory / STEP_NAME} (remove the folder, or copy the run directory again)"):
         fields = cast(dict[str, Any], json.loads((directory / STEP_NAME).read_bytes()))
         if fields["format"] != _FORMAT:
-            raise UserError(f"saved step {directory} has format {fields['format']}, this version of Concord reads {_FORMAT}; use the one that wrote it")
+            raise UserError(f"saved step {directory} has format {fields['format']}, this version reads {_FORMAT}; use the one that wrote it, or remove it")
         return fields
 

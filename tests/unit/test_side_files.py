@@ -132,3 +132,27 @@ def test_a_run_whose_side_files_cannot_be_written_goes_on_and_says_so(tmp_path: 
     assert [event["outcome"] for event in events if event["kind"] == "gradloc"] == ["located"], "the event has what the file lacks"
     assert case.reporter.rows[-1]["side_file_failures"] >= 2
     assert json.loads(case.run.summary.read_text())["version"] == 8
+
+
+@pytest.mark.parametrize("content", ['{"format": 1}', '{"format": 2}', "["])
+def test_a_saved_step_that_cannot_be_read_keeps_all_weights_and_ends_no_training(tmp_path: Path, content: str):
+    case = Case(tmp_path, "run.steps=20")
+    broken = case.run.saved_steps / "1" / "step.json"
+    kept: list[set[str]] = []
+
+    def at_step(step: int) -> None:
+        kept.append({path.name for path in case.run.weights.iterdir()})
+        if step == 2:
+            broken.parent.mkdir(parents=True)
+            broken.write_text(content)
+        elif step == 16:
+            broken.unlink()
+
+    case.reporter.on_step = at_step
+    summary = case.drive()
+    assert summary["version"] == 20
+    assert kept[1] < kept[15], "nothing is removed while the step is there"
+    assert "e1-v1" in kept[15] and not (case.run.weights / "e1-v1").exists()
+    (failed,) = [event for event in events_of(case.run.path) if event["kind"] == "side_file_failed"]
+    assert failed["what"] == "weights that nothing refers to any more"
+    assert str(case.run.saved_steps) in failed["reason"] and "remove" in failed["reason"]
