@@ -21,8 +21,12 @@ CONCORD = str(Path(sys.executable).with_name("concord"))
 MODEL = Path(__file__).parents[1] / "benchmarks" / "workload" / "model"
 START_S = 90.0
 """For Ray and all actors to start, on a busy machine."""
-STEP_S = 30.0
-GONE_S = 15.0
+STEP_S = 60.0
+"""For a step, a command that starts no Ray, or an end in order, on a busy machine."""
+GONE_S = 30.0
+"""For processes that are to be gone."""
+ENDLESS = "run.steps=100000"
+"""Of a run that a test ends, however long the test takes to get there."""
 ACTORS = ("StoreActor", "RewardActor", "TrainerActor", "EngineActor", "EpisodeActor", "ConsistencyActor")
 
 CONFIG = """
@@ -168,13 +172,13 @@ class ConcordProcess:
             except psutil.NoSuchProcess:
                 continue
 
-    def left_of_it(self, within_s: float) -> list[str]:
+    def left_of_it(self, within_s: float = GONE_S) -> list[str]:
         """Titles of all processes that are still alive after the deadline."""
         self.take_note()
         _, alive = psutil.wait_procs(list(self._family), timeout=within_s)
         return [title_of(process) for process in alive]
 
-    def left_of_actors(self, within_s: float) -> list[str]:
+    def left_of_actors(self, within_s: float = GONE_S) -> list[str]:
         """Titles of actor processes that are still alive after the deadline."""
         _, alive = psutil.wait_procs(self.actors(), timeout=within_s)
         return [title_of(process) for process in alive]

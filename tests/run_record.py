@@ -18,8 +18,8 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
-    """`events.jsonl`, in order; after a crash a line may stand there twice, with the same number."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    """`events.jsonl`, in order; after a crash a line may stand there twice, with the same number. A line that is being written is none yet."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()]
     return list({event["number"]: event for event in events}.values())
 
 

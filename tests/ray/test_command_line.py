@@ -4,15 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from concord_process import ConcordProcess, write_config
+from concord_process import STEP_S, ConcordProcess, write_config
 
 Start = Callable[..., ConcordProcess]
-ANSWER_S = 30.0
 
 
 def refused(process: ConcordProcess) -> str:
     """The error output of a command that must end with status 2 before it started any process; without a traceback."""
-    assert process.exit_status(ANSWER_S) == 2, process.errors
+    assert process.exit_status(STEP_S) == 2, process.errors
     assert "Traceback" not in process.errors
     assert not any("starting Ray" in line for line in process.output)
     return process.errors
@@ -20,13 +19,13 @@ def refused(process: ConcordProcess) -> str:
 
 def test_version_is_that_of_the_installed_package(concord: Start):
     process = concord("version")
-    assert process.exit_status(ANSWER_S) == 0
+    assert process.exit_status(STEP_S) == 0
     assert process.output == ["0.1.0\n"]
 
 
 def test_a_dry_run_prints_config_and_plan_and_starts_nothing(concord: Start, tmp_path: Path):
     process = concord("run", write_config(tmp_path), "--dry-run", "--set", "engine.replicas=3")
-    assert process.exit_status(ANSWER_S) == 0, process.errors
+    assert process.exit_status(STEP_S) == 0, process.errors
     output = "".join(process.output)
     assert '"replicas": 3' in output
     assert "nothing was started" in output

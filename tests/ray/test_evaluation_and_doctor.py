@@ -17,7 +17,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.timeout(START_S + 3 * STEP_S)
+@pytest.mark.timeout(3 * (START_S + STEP_S))
 def test_scores_come_beside_training_and_the_doctor_names_the_planted_worker(concord: Start, tmp_path: Path):
     run = tmp_path / "runs" / "run"
     process = concord("run", write_config(tmp_path), *(part for setting in SETTINGS for part in ("--set", setting)))
@@ -37,4 +37,4 @@ def test_scores_come_beside_training_and_the_doctor_names_the_planted_worker(con
     found = json.loads("".join(doctor.output))
     assert found["partial"] == []
     assert "reward_worker" in [finding["cause"] for finding in found["findings"]]
-    assert process.left_of_it(5.0) == []
+    assert process.left_of_it() == []

@@ -8,6 +8,7 @@ from concord_process import START_S, STEP_S, ConcordProcess, write_config
 from run_record import assert_counts_add_up, assert_record, events_of, summary_of
 
 Start = Callable[..., ConcordProcess]
+pytestmark = pytest.mark.timeout(2 * (START_S + STEP_S))
 REWARD = '''
 import os, pathlib, signal, time
 
@@ -31,12 +32,11 @@ def reward(prompt, completion, trajectory):
 '''
 
 
-@pytest.mark.timeout(START_S + 2 * STEP_S)
 def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_run_goes_on(concord: Start, tmp_path: Path):
     config, run, module = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "mine"
     module.mkdir()
     (module / "graded.py").write_text(REWARD)
-    settings = ("reward.type=python", "reward.function=graded:reward", "reward_workers.deadline_s=4")
+    settings = ("reward.type=python", "reward.function=graded:reward", "reward_workers.deadline_s=8")
     process = concord("run", config, *(part for setting in settings for part in ("--set", setting)), environment={"PYTHONPATH": str(module)})
     assert process.exit_status() == 0, process.errors
     summary = summary_of(run)
@@ -46,7 +46,7 @@ def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_r
     assert_record(run, steps=12, batch_groups=3, max_staleness=2)
     details = {event["reason"]: event["detail"] for event in events_of(run) if event["kind"] == "failed"}
     assert "ZeroDivisionError: division by zero" in details["reward_raised"]
-    assert "longer than reward_workers.deadline_s = 4" in details["reward_timeout"]
+    assert "longer than reward_workers.deadline_s = 8" in details["reward_timeout"]
 
 
 def test_a_reward_module_that_cannot_be_imported_ends_the_run_with_its_name_and_the_cure(concord: Start, tmp_path: Path):
@@ -55,4 +55,4 @@ def test_a_reward_module_that_cannot_be_imported_ends_the_run_with_its_name_and_
     assert "cannot import 'nowhere'" in process.errors
     assert "PYTHONPATH" in process.errors
     assert "Traceback" not in process.errors
-    assert process.left_of_it(5.0) == []
+    assert process.left_of_it() == []

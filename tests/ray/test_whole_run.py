@@ -7,12 +7,13 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
-from concord_process import ConcordProcess, write_config
+from concord_process import START_S, STEP_S, ConcordProcess, write_config
 from run_record import assert_counts_add_up, assert_record, events_of, summary_of
 
 from orchestrator.metrics import COLUMNS
 from rollout.weights import PolicyVersion
 
+pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))  # the first test starts the run
 STEPS, BATCH, GROUP = 12, 3, 2
 TARGETS = "prometheus_targets.json"
 SUMMARY_KEYS = {
@@ -29,10 +30,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Concord
     process = ConcordProcess("run", write_config(folder), folder=folder)
     try:
         process.until_step(1)
-        assert (folder / "runs" / "run" / TARGETS).is_file()
+        process.take_note()
         process.until_step(STEPS)
         process.take_note()
-        assert process.exit_status(30.0) == 0, process.errors
+        assert process.exit_status(STEP_S) == 0, process.errors
         yield process, folder / "runs" / "run"
     finally:
         process.close()
@@ -42,13 +43,13 @@ def run_to_end(folder: Path, *arguments: str | Path, environment: dict[str, str]
     """Exit status, output and error output of a command that is over soon."""
     process = ConcordProcess(*arguments, folder=folder, environment=environment)
     try:
-        return process.exit_status(30.0), "".join(process.output), process.errors
+        return process.exit_status(STEP_S), "".join(process.output), process.errors
     finally:
         process.close()
 
 
 def test_a_run_ends_with_status_0_and_leaves_no_process(finished: tuple[ConcordProcess, Path]) -> None:
-    assert finished[0].left_of_it(5.0) == []
+    assert finished[0].left_of_it() == []
 
 
 def test_prometheus_finds_a_run_no_longer_than_it_lasts(finished: tuple[ConcordProcess, Path]) -> None:
