@@ -11,6 +11,7 @@ from rollout.errors import UserError, boundary
 from rollout.protocols import Store
 from rollout.weights import PolicyVersion
 from trainer.checkpoints import all_checkpoints, prune_checkpoints
+from trainer.durable import complete_directory
 from trainer.saved_steps import weights_in_use
 
 
@@ -63,4 +64,4 @@ def export_model(weights: Path, target: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(weights, temporary)
     shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+    complete_directory(temporary, target)

@@ -15,6 +15,7 @@ from orchestrator.block_signals import BlockValue
 from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS
 from rollout.errors import ConcordError, UserError, boundary
 from rollout.weights import PolicyVersion
+from trainer.durable import sync
 
 arrow: Any = pa
 parquet: Any = pq
@@ -46,7 +47,9 @@ class Parts:
         path = self._directory / f"part-{self._next_part}.parquet"
         temporary = path.with_name(f".{path.name}.tmp")
         parquet.write_table(arrow.Table.from_pylist(list(rows), schema=self._schema), temporary)
+        sync(temporary)
         temporary.rename(path)
+        sync(self._directory)
         self._next_part += 1
 
 
