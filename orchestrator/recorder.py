@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from orchestrator.block_signals import BlockValue
 from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS
+from orchestrator.reading.parts import part_files
 from rollout.errors import ConcordError, UserError, boundary
 from rollout.weights import PolicyVersion
 from trainer.durable import sync
@@ -38,7 +39,7 @@ class Parts:
         self._directory, self._schema = directory, schema
         with boundary(UserError, f"cannot make {directory} (free space, or let the run directory be written)"):
             directory.mkdir(parents=True, exist_ok=True)
-        self._next_part = 1 + max((int(path.stem.removeprefix("part-")) for path in directory.glob("part-*.parquet")), default=-1)
+        self._next_part = 1 + max(part_files(directory), default=-1)
 
     def write(self, rows: Sequence[Mapping[str, object]]) -> None:
         """The next part; none without rows. Raises OSError, and there is none then."""

@@ -161,7 +161,7 @@ def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     run = RunDir(path.absolute())
     try:
         document = json.loads(run.config.read_text())
-    except (OSError, json.JSONDecodeError) as cause:
+    except (OSError, ValueError) as cause:
         raise UserError(f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` printed") from cause
     try:
         config = parse_config(document, str(run.config))

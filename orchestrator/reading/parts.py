@@ -1,5 +1,6 @@
 """Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told, and the rest is read."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from numpy.typing import NDArray
 arrow: Any = pa
 parquet: Any = pq
 Column = NDArray[np.float64]
+_NAME = re.compile(r"part-(0|[1-9][0-9]*)\.parquet")
 
 
-def part_files(directory: Path) -> list[Path]:
-    """`part-N.parquet` in the order of N."""
-    return sorted(directory.glob("part-*.parquet"), key=lambda path: int(path.stem.removeprefix("part-")))
+def part_files(directory: Path) -> dict[int, Path]:
+    """`part-N.parquet` by N, in its order. Other names are no parts."""
+    named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("part-*.parquet")]
+    return dict(sorted((int(name[1]), path) for name, path in named if name))
 
 
 class PartReader:
@@ -31,7 +34,7 @@ class PartReader:
     def new(self) -> list[Any]:
         """Arrow tables of the parts that are there since the last call, in order."""
         found: list[Any] = []
-        for path in part_files(self._directory):
+        for path in part_files(self._directory).values():
             if path in self._read:
                 continue
             self._read.add(path)
@@ -51,7 +54,10 @@ class PartReader:
     def notes(self) -> list[str]:
         """What could not be read, in words: a line a reason."""
         folder = self._directory.name
-        return [
+        strange = sorted(path.name for path in self._directory.glob("part-*.parquet") if not _NAME.fullmatch(path.name))
+        others = f"{folder}/{strange[0]}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}" if strange else ""
+        unnamed = [f"{others} is left out: a part is named part-N.parquet; rename it, or move it away"] if strange else []
+        return unnamed + [
             f"{folder}/{paths[0].name}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} cannot be read, what it holds is missing: {reason}"
             for reason, paths in self._left_out.items()
         ]

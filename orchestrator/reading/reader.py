@@ -85,8 +85,11 @@ def _wanted_steps(run: RunDir) -> int | None:
     if not run.config.is_file():
         raise UserError(f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed")
     with boundary(UserError, f"{run.config} is no JSON; restore it"):
-        config = cast("dict[str, Any]", json.loads(run.config.read_bytes()))
-    steps = config.get("run", {}).get("steps")
+        config: object = json.loads(run.config.read_bytes())
+    if not isinstance(config, dict):
+        raise UserError(f"{run.config} holds {type(config).__name__}, expected the sections of a config; restore it")
+    section = cast("dict[str, Any]", config).get("run")
+    steps: object = cast("dict[str, Any]", section).get("steps") if isinstance(section, dict) else None
     return steps if isinstance(steps, int) else None
 
 

@@ -214,6 +214,19 @@ def test_a_config_that_is_no_json_is_refused(written: Written):
         RunReader(written.path)
 
 
+@pytest.mark.parametrize(("content", "got"), [("[]", "list"), ("3", "int")])
+def test_a_config_that_is_no_config_is_refused_with_the_cure(written: Written, content: str, got: str):
+    written.run_dir.config.write_text(content)
+    with pytest.raises(UserError, match=rf"config\.json holds {got}, expected .*; restore it"):
+        RunReader(written.path)
+
+
+def test_a_config_whose_sections_are_none_of_this_version_is_read_past(written: Written):
+    written.run_dir.config.write_text('{"run": []}')
+    written.rows(0, 2)
+    assert RunReader(written.path).read()[0].last_step == 2
+
+
 def test_a_run_of_a_newer_format_is_refused_with_the_cure(written: Written):
     connection = open_for_writing(written.path / FILE_NAME, "process")
     connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
@@ -262,6 +275,22 @@ def test_a_damaged_part_is_named_and_the_rest_is_read(written: Written):
     record, partial = RunReader(written.path).read()
     assert record.steps.tolist() == [3, 4]
     assert any(one.startswith("metrics/part-0.parquet cannot be read, what it holds is missing") for one in partial)
+
+
+def test_a_file_that_is_named_almost_like_a_part_is_told_and_neither_read_nor_counted(written: Written):
+    written.rows(0, 2)
+    parts = written.run_dir.metrics
+    for name in ("part-0 (copy).parquet", "part-07.parquet"):
+        (parts / name).write_bytes((parts / "part-0.parquet").read_bytes())
+    written.rows(2, 4)
+    assert (parts / "part-1.parquet").is_file()
+    record, partial = RunReader(written.path).read()
+    assert record.steps.tolist() == [1, 2, 3, 4]
+    assert "metrics/part-0 (copy).parquet and 1 more is left out: a part is named part-N.parquet; rename it, or move it away" in partial
+    resumed = MetricsRecorder(parts)
+    resumed.add(written.made.rows[4])
+    resumed.flush()
+    assert (parts / "part-2.parquet").is_file()
 
 
 def test_the_command_answers_with_one_json_document(written: Written):
