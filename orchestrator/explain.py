@@ -42,7 +42,10 @@ def explain_trajectory(path: Path, wanted: str) -> None:
             console.print("no finished group: the store holds no tokens of this dispatch")
             return
         tokenizer = load_tokenizer(_tokenizer_dir(run, config))
-        trained, evidence, searched = record.step, evidence_of(reader, dispatch_id), culprit_lines(run)
+        trained, evidence = record.step, evidence_of(reader, dispatch_id)
+        searched, left_out = culprit_lines(run)
+        for note in left_out:
+            console.print(note, markup=False, highlight=False)
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 found = None if evidence is None else evidence.trajectories[index]

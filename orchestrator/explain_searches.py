@@ -1,10 +1,11 @@
 """In which gradient searches a trajectory was a culprit, in words for `concord explain`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.run_dir import RunDir
-from orchestrator.search_show import MISSING_THRESHOLD, number_text, stored_searches
+from orchestrator.search_show import MISSING_THRESHOLD, number_text, search_files, stored_search
+from rollout.errors import UserError, boundary
 
 ACTED = {
     "nothing": "nothing was done about it",
@@ -15,18 +16,26 @@ ACTED = {
 """What became of the step, by `acted`."""
 
 
-def culprit_lines(run: RunDir) -> Mapping[str, Sequence[str]]:
-    """Trajectory -> one line for each time that a search named one of its tokens, in the order of the steps.
-
-    Raises:
-        UserError: a file of `gradloc/` is broken.
-    """
+def culprit_lines(run: RunDir) -> tuple[Mapping[str, Sequence[str]], Sequence[str]]:
+    """Trajectory -> one line for each time that a search named one of its tokens, in the order of the steps; and which files are left out, and why."""
     lines: dict[str, list[str]] = {}
-    for each in stored_searches(run):
-        for search in each["searches"]:
-            for culprit in search["culprits"]:
-                lines.setdefault(culprit["trajectory_id"], []).append(_line(each["policy"], search, culprit))
-    return lines
+    left_out: list[str] = []
+    for file in search_files(run.gradloc):
+        try:
+            with boundary(UserError, f"cannot read {file} (move the file away, or copy the run directory again)"):
+                named = list(_of_file(stored_search(file)))
+        except UserError as error:
+            left_out.append(f"a gradient search is left out: {error}")
+            continue
+        for trajectory_id, line in named:
+            lines.setdefault(trajectory_id, []).append(line)
+    return lines, left_out
+
+
+def _of_file(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for search in document["searches"]:
+        for culprit in search["culprits"]:
+            yield culprit["trajectory_id"], _line(document["policy"], search, culprit)
 
 
 def _line(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any]) -> str:

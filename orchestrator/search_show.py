@@ -1,6 +1,7 @@
 """`concord gradloc`: the gradient searches of a run, and one of them with its culprits in their text, their ratios, and a bar for each block."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,13 +70,32 @@ def stored_searches(run: RunDir) -> list[dict[str, Any]]:
     Raises:
         UserError: a file is broken.
     """
-    files = [file for file in run.gradloc.glob("e*-v*.json") if not file.name.startswith(".")]
-    return [_document(file) for file in sorted(files, key=lambda file: PolicyVersion.parse(file.stem))]
+    return [stored_search(file) for file in search_files(run.gradloc)]
 
 
-def _document(file: Path) -> dict[str, Any]:
+def search_files(folder: Path) -> list[Path]:
+    """`eE-vN.json` in the order of epochs and steps; behind them what is named almost so."""
+    return sorted(folder.glob("e*-v*.json"), key=_place)
+
+
+def _place(file: Path) -> tuple[float, float, str]:
+    try:
+        policy = PolicyVersion.parse(file.stem)
+    except ValueError:
+        return (math.inf, math.inf, file.name)
+    return (policy.trainer_epoch, policy.version, file.name)
+
+
+def stored_search(file: Path) -> dict[str, Any]:
+    """What one file holds.
+
+    Raises:
+        UserError: it is broken, or its name is not that of its step.
+    """
     with boundary(UserError, f"cannot read {file} (copy the run directory again, or move the file away to see the others)"):
         document = cast("dict[str, Any]", json.loads(file.read_bytes()))
+        if document["policy"] != file.stem:
+            raise ValueError(f"it holds the search of step {document['policy']}")
         return {name: document[name] for name in ("policy", "step", "searches")}
 
 

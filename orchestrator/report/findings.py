@@ -1,6 +1,5 @@
 """What was found, as cards: the doctor's findings in causal order, and the tokens behind gradient spikes in their text."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,8 @@ from orchestrator.layers import LAYERS
 from orchestrator.reading.record import Record
 from orchestrator.report.drawing import shown
 from orchestrator.report.page import Card, Section, TokenInContext, table_of
-from rollout.weights import PolicyVersion
+from orchestrator.search_show import search_files, stored_search
+from rollout.errors import UserError
 
 MOST_CULPRITS = 20
 """Cards; further culprits are in the files."""
@@ -74,10 +74,10 @@ def _searches(folder: Path) -> tuple[list[tuple[str, Mapping[str, Any]]], int]:
     """(policy, search) in order, and how many files are no records of searches."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     broken = 0
-    for path in sorted(folder.glob("e*-v*.json"), key=lambda path: PolicyVersion.parse(path.stem)):
+    for path in search_files(folder):
         try:
-            found += list(_of_file(json.loads(path.read_bytes())))
-        except (ValueError, KeyError, TypeError):
+            found += list(_of_file(stored_search(path)))
+        except (UserError, ValueError, KeyError, TypeError):
             broken += 1
     return found, broken
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -198,9 +199,17 @@ def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: P
     assert "verdict quarantine (gradient_spike)" in said
     explain_trajectory(case.run.path, named[1])
     assert "gradient search" not in capsys.readouterr().out
-    (case.run.gradloc / "e1-v3.json").write_text("{")
-    with pytest.raises(UserError, match=r"cannot read .*e1-v3.json .copy the run directory again"):
-        explain_trajectory(case.run.path, named[0])
+    for name, content in (("e1-v2.json", "{"), ("e1-v4.json", '{"policy": "e1-v4", "step": 4, "searches": [{}]}')):
+        (case.run.gradloc / name).write_text(content)
+    shutil.copy(case.run.gradloc / "e1-v3.json", case.run.gradloc / "e1-v3 (copy).json")
+    explain_trajectory(case.run.path, named[0])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("a gradient search is left out: cannot read ") == 3
+    # The console breaks lines anywhere within a path.
+    assert all(name in said.replace(" ", "") for name in ("e1-v2.json", "e1-v4.json", "e1-v3(copy).json", "movethefileaway"))
+    assert said.count("gradient search of step e1-v3 (threshold)") == 2
+    with pytest.raises(UserError, match=r"cannot read .*e1-v2.json .copy the run directory again"):
+        show_searches(case.run.path, None)
 
 
 def test_a_skipped_spike_ends_its_groups_under_its_own_name(tmp_path: Path):
