@@ -178,7 +178,7 @@ SYSTEM = Dashboard(
         Panel(
             "Engine against trainer, by replica",
             "none",
-            (('concord_replica_gap_nats{statistic=~"mean|p99"}', "{{replica}} {{statistic}}"), ("concord_replica_gap_limit_nats", "{{replica}} limit of the mean")),
+            (('concord_replica_gap_nats{statistic=~"mean|p99"}', "{{replica}} {{statistic}}"), ("concord_replica_gap_limit_nats", "{{replica}} limit")),
             4,
             help="Nats.",
         ),
