@@ -1,5 +1,7 @@
 """Layer 2: policy change. KL alone, and entropy alone, is no finding."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from orchestrator.doctor.causes import Cause
@@ -47,30 +49,46 @@ def _slide(record: Record) -> Finding | None:
 
 
 def _leap(record: Record) -> Finding | None:
+    """The first leap that did harm which still lasts."""
     name = _kl(record)
-    values = record.column(name)
-    row = _first_leap(values)
-    if row is None or row + 1 >= values.size:
+    for row in _leaps(record, record.column(name)):
+        found = _harm(record, name, row)
+        if found is not None:
+            return found
+    return None
+
+
+def _harm(record: Record, name: str, row: int) -> Finding | None:
+    """What lies in the rows after the leap in `row` is its doing, unless it has been made good since; what came later has another cause."""
+    before, after = _sides(record, row)
+    if after.start == after.stop:
         return None
-    before, after = slice(max(0, row - WINDOW), row), slice(row + 1, row + 1 + WINDOW)
+    values, rewards = record.column(name), record.column("reward_mean")
     kl, entropy = (_medians(record.column(column), before, after) for column in (name, "policy_entropy"))
-    reward = Change(before=level(record.column("reward_mean")[before]), after=level(record.column("reward_mean")[-WINDOW:]), error=0.0)
     spread = level(record.column("reward_std")[before])
-    narrowed = entropy.after <= ENTROPY_FALL * entropy.before and reward.size < REWARD_GAIN * spread
-    if not (narrowed or -reward.size >= REWARD_LOSS * spread > 0):
+    reward = Change(before=level(rewards[before]), after=level(rewards[after]), error=0.0)
+    newest = Change(before=reward.before, after=level(rewards[max(row + 1, rewards.size - WINDOW) :]), error=0.0)
+    narrowed = entropy.after <= ENTROPY_FALL * entropy.before and max(reward.size, newest.size) < REWARD_GAIN * spread
+    if not (narrowed or min(-reward.size, -newest.size) >= REWARD_LOSS * spread > 0):
         return None
-    reached = Change(before=kl.before, after=float(np.nanmax(values[row : row + 1 + WINDOW])), error=0.0)
+    reached = Change(before=kl.before, after=float(np.nanmax(values[row : after.stop])), error=0.0)
     return _finding(record, name, int(record.steps[row]), reached, entropy, reward)
 
 
-def _first_leap(values: Values) -> int | None:
-    """Row at which KL leaves its own history behind."""
+def _leaps(record: Record, values: Values) -> Iterator[int]:
+    """Rows at which KL leaves its own history behind, oldest first."""
     for row in np.flatnonzero(values >= LEAST_LEAP).tolist():
-        history = values[max(0, row - WINDOW) : row]
+        history = values[_sides(record, row)[0]]
         history = history[np.isfinite(history)]
         if history.size >= LEAST_BEFORE and values[row] >= LEAP * float(np.median(history)):
-            return row
-    return None
+            yield row
+
+
+def _sides(record: Record, row: int) -> tuple[slice, slice]:
+    """Rows of the WINDOW steps before a row, and of those after it: where steps are missing, what lies beyond is no neighbour."""
+    step = int(record.steps[row])
+    first, last = np.searchsorted(record.steps, (step - WINDOW, step + WINDOW + 1)).tolist()
+    return slice(first, row), slice(row + 1, last)
 
 
 def _medians(values: Values, before: slice, after: slice) -> Change:
