@@ -2,7 +2,7 @@
 
 `scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between two steps. `run`: parts of observing in
 one real run: the driver reduces signals to a snapshot (column `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens
-as a step has), the doctor reads 500 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and without
+as a step has), the doctor reads 550 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and without
 an exporter that is scraped every second.
 """
 
@@ -23,7 +23,7 @@ from observed_pairs import observed_pairs
 from orchestrator.config import parse_config
 from orchestrator.distributions import Distributions, LabelValues
 from orchestrator.exporter import Exporter
-from orchestrator.live_doctor import EVERY_STEPS, MAX_ROWS, LiveDoctor
+from orchestrator.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_ROWS, LiveDoctor
 from orchestrator.metric_types import Extent, Metric, MetricType
 from orchestrator.metrics import CATALOGUE, max_series, sizes_of
 from orchestrator.snapshot import Snapshot
@@ -139,7 +139,7 @@ def doctor_cpu_s(rows: Sequence[dict[str, float]]) -> float:
         """Where events would go."""
 
     doctor = LiveDoctor(nothing)
-    for step in range(1, MAX_ROWS + 1):
+    for step in range(1, FIRST_ROWS + MAX_ROWS + 1):
         doctor.step({**rows[step % len(rows)], "step": step}, Counts(), [])
     asyncio.run(doctor.look())
     begun = time.process_time()

@@ -1,4 +1,4 @@
-"""The doctor inside the loop: the rules of `orchestrator.doctor` over the newest rows and events, every few steps, in a task of its own.
+"""The doctor inside the loop: the rules of `orchestrator.doctor` over rows and events, every few steps, in a task of its own.
 
 Consumes metric rows and run events; produces `concord_diagnosis` and `concord_diagnosis_primary`, and an event when the primary finding changes. It never
 touches the training.
@@ -12,6 +12,7 @@ from operator import itemgetter
 
 from orchestrator.block_signals import BlockValue
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
+from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Finding
 from orchestrator.layers import LAYERS
 from orchestrator.metrics_system import NO_CAUSE, PRIMARY_CAUSES
@@ -23,6 +24,10 @@ EVERY_STEPS = 10
 """Steps between two diagnoses."""
 MAX_ROWS = 500
 """Newest rows that are kept."""
+FIRST_ROWS = 50
+"""Oldest rows that are kept for good: rules compare with the start."""
+NEAR_STEPS = 10
+"""Rows this near to where a finding, or the newest line of evaluations, began are kept as long as it stands."""
 MAX_EVENTS = 500
 """Newest events of each kind that are kept: a frequent kind displaces no rare one."""
 OF_INTEREST = frozenset(
@@ -32,6 +37,8 @@ OF_INTEREST = frozenset(
     )
 )
 """Kinds of events that rules read."""
+Row = tuple[Mapping[str, float], Mapping[str, float]]
+"""A row, and the dispatches ended until then."""
 Fields = Mapping[str, str | int | float | bool | None]
 
 
@@ -40,8 +47,10 @@ class LiveDoctor:
 
     def __init__(self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]) -> None:
         self._record_event = record_event
-        self._rows: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
-        self._tallies: deque[Mapping[str, float]] = deque(maxlen=MAX_ROWS)
+        self._first: list[Row] = []
+        self._marked: list[Row] = []
+        self._newest: deque[Row] = deque()
+        self._marks: set[int] = set()
         self._blocks: dict[tuple[str, str], dict[int, float]] = {}
         self._events: dict[str, deque[tuple[int, RunEvent]]] = {}
         self._num_events = 0
@@ -65,7 +74,7 @@ class LiveDoctor:
     def event(self, kind: str, fields: Fields) -> None:
         """A run event is being recorded."""
         if kind in OF_INTEREST:
-            step = int(self._rows[-1]["step"]) if self._rows else 0
+            step = int(self._newest[-1][0]["step"]) if self._newest else 0
             self._num_events += 1
             of_kind = self._events.setdefault(kind, deque(maxlen=MAX_EVENTS))
             of_kind.append((self._num_events, RunEvent(kind=kind, step=step, fields=dict(fields))))
@@ -73,8 +82,10 @@ class LiveDoctor:
     def step(self, row: Mapping[str, float], counts: Counts, blocks: list[BlockValue]) -> None:
         """A step ended."""
         step = int(row["step"])
-        self._rows.append(row)
-        self._tallies.append({f"{end}:{reason}": float(n) for end, each in (("failed", counts.failed), ("rejected", counts.rejected)) for reason, n in each})
+        tally = {f"{end}:{reason}": float(n) for end, each in (("failed", counts.failed), ("rejected", counts.rejected)) for reason, n in each}
+        self._newest.append((row, tally))
+        if len(self._newest) > MAX_ROWS:
+            self._let_go(self._newest.popleft())
         for one in blocks:
             if one.head is None:
                 values = self._blocks.setdefault((one.signal, one.block), {})
@@ -83,6 +94,16 @@ class LiveDoctor:
                     values.pop(next(iter(values)))
         if step % EVERY_STEPS == 0:
             self._bell.set()
+
+    def _let_go(self, old: Row) -> None:
+        """A row leaves the newest ones."""
+        if len(self._first) < FIRST_ROWS:
+            self._first.append(old)
+        elif self._is_marked(old):
+            self._marked.append(old)
+
+    def _is_marked(self, row: Row) -> bool:
+        return any(abs(row[0]["step"] - mark) <= NEAR_STEPS for mark in self._marks)
 
     async def run(self) -> None:
         """Diagnose for ever; ends by cancellation."""
@@ -93,13 +114,16 @@ class LiveDoctor:
     async def look(self) -> None:
         """Diagnose now, and tell a primary finding that is another than before. Trouble here is told once, and never ends the training."""
         self._bell.clear()
-        if not self._rows or self._broken:
+        if not self._newest or self._broken:
             return
         try:
             with boundary(ConcordError, "diagnosing"):
                 events = [event for _, event in merge(*self._events.values(), key=itemgetter(0))]
-                record = record_of_rows(list(self._rows), tallies=list(self._tallies), events=events, blocks=self._blocks)
+                rows = (*self._first, *self._marked, *self._newest)
+                record = record_of_rows([row for row, _ in rows], tallies=[tally for _, tally in rows], events=events, blocks=self._blocks)
                 self.diagnosis = diagnose(record)
+                self._marks = {finding.since for finding in self.diagnosis.findings} | {line.steps[0] for line in lines(record)[-1:]}
+                self._marked = [row for row in self._marked if self._is_marked(row)]
         except ConcordError as error:
             self._broken = True
             await self._record_event("doctor_failed", {"reason": str(error)})
