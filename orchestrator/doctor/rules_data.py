@@ -14,6 +14,8 @@ WINDOW = 10
 """Rows of a level."""
 PERSISTENCE = 0.8
 """Share of the window's rows in which a condition must hold."""
+PAST_STEPS = 200
+"""Events whose newest lies further back are told as `info`."""
 LEAST_EVALUATIONS = 4
 """Evaluations of one configuration before their trend is read."""
 REWARD_ERRORS = 4.0
@@ -70,7 +72,7 @@ def evaluation_changed(record: Record) -> Finding | None:
     first, last = int(before.number("version")), int(after.number("version"))
     return Finding(
         cause=Cause.EVALUATION_CHANGED,
-        severity=Severity.WARN,
+        severity=Severity.INFO if record.last_step - last > PAST_STEPS else Severity.WARN,
         since=last,
         summary=f"the configuration of the evaluation changed between versions {first} and {last}: {named}",
         evidence=(Evidence(series="evaluation", first_step=first, last_step=last, numbers=numbers, note=f"differs in {named}"),),

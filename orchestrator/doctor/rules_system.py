@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
-from orchestrator.doctor.rules_data import failures
+from orchestrator.doctor.rules_data import PAST_STEPS, failures
 from orchestrator.doctor.trends import level, share, since
 from orchestrator.reading.record import Record, RunEvent
 
@@ -16,8 +16,6 @@ STALE_WINDOW = 20
 STALE_SHARE = 0.2
 """Share of the dispatches of the window that were rejected as stale."""
 LEAST_STALE = 3
-PAST_STEPS = 200
-"""Events whose newest lies further back are told as `info`."""
 _HARMFUL = (Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG)
 """Nothing downstream can repair these."""
 

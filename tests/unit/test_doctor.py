@@ -272,6 +272,15 @@ def test_what_lies_long_back_is_told_as_info():
     assert [f.severity for f in found.findings if f.cause is Cause.REPLICA_FAILURES] == [Severity.INFO]
 
 
+def test_a_change_of_the_evaluation_that_lies_long_back_hides_nothing_newer():
+    run = healthy(0, 500)
+    _changed(run)
+    run.event("step_skipped", 495, reason="non-finite gradient (norm nan)")
+    found = diagnose(run.record())
+    assert found.primary is not None and found.primary.cause is Cause.NON_FINITE
+    assert [f.severity for f in found.findings if f.cause is Cause.EVALUATION_CHANGED] == [Severity.INFO]
+
+
 def test_a_policy_that_collapses_within_two_steps_is_no_hard_prompt():
     """KL leaps once; afterwards nothing moves any more, and no group has a right answer."""
     run = healthy(0)
