@@ -33,7 +33,7 @@ class Cause(StrEnum):
     SOLVED = "solved"
     """Entropy falls because most groups are solved: what learning looks like near its end."""
     POLICY_COLLAPSE = "policy_collapse"
-    """KL rises and entropy falls together, without a better reward, or the reward is lost in a leap of KL: the policy moves too far a step."""
+    """KL rises and entropy falls together (`info` while the reward rises with it), or the reward is lost in a leap of KL: the policy moves too far a step."""
     NON_FINITE = "non_finite"
     """A loss, gradient or parameter is not finite."""
     BLOCK_IMBALANCE = "block_imbalance"

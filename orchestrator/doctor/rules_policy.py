@@ -25,13 +25,13 @@ ENTROPY_FALL = 0.6
 ERRORS = 4.0
 """Standard errors by which both must have moved."""
 REWARD_GAIN = 0.25
-"""Rise of the reward, in standard deviations of a reward, that the movement buys: then it is learning."""
+"""Rise of the reward, in standard deviations of a reward, that the movement buys: then it may be learning."""
 REWARD_LOSS = 0.5
 """Fall of the reward, in the same, that counts beside a leap of KL whatever entropy does."""
 
 
 def policy_collapse(record: Record) -> Finding | None:
-    """KL up and entropy down together, slowly or in a leap, and the reward is not the better for it; or a leap of KL with which the reward is lost."""
+    """KL up and entropy down together, slowly or in a leap, or a leap of KL with which the reward is lost. Slowly and with a better reward it is info."""
     return _leap(record) or _slide(record)
 
 
@@ -43,9 +43,9 @@ def _slide(record: Record) -> Finding | None:
     moved = kl.rises(ERRORS) and kl.after >= max(LEAST_KL, KL_RISE * kl.before)
     narrowed = entropy.falls(ERRORS) and entropy.after <= ENTROPY_FALL * entropy.before
     learned = reward.rises(ERRORS) and reward.size >= REWARD_GAIN * level(record.column("reward_std"))
-    if not (moved and narrowed) or learned:
+    if not (moved and narrowed):
         return None
-    return _finding(record, name, int(record.steps[-WINDOW]), kl, entropy, reward)
+    return _finding(record, name, int(record.steps[-WINDOW]), kl, entropy, reward, Severity.INFO if learned else Severity.CRITICAL)
 
 
 def _leap(record: Record) -> Finding | None:
@@ -72,7 +72,7 @@ def _harm(record: Record, name: str, row: int) -> Finding | None:
     if not (narrowed or min(-reward.size, -newest.size) >= REWARD_LOSS * spread > 0):
         return None
     reached = Change(before=kl.before, after=float(np.nanmax(values[row : after.stop])), error=0.0)
-    return _finding(record, name, int(record.steps[row]), reached, entropy, reward)
+    return _finding(record, name, int(record.steps[row]), reached, entropy, reward, Severity.CRITICAL)
 
 
 def _leaps(record: Record, values: Values) -> Iterator[int]:
@@ -100,12 +100,12 @@ def _kl(record: Record) -> str:
     return "reference_kl" if level(record.column("reference_kl")) > 0 else "approx_kl"
 
 
-def _finding(record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change) -> Finding:
+def _finding(record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change, severity: Severity) -> Finding:
     first, last = int(record.steps[0]), record.last_step
     moved = ((name, kl), ("policy_entropy", entropy), ("reward_mean", reward))
     return Finding(
         cause=Cause.POLICY_COLLAPSE,
-        severity=Severity.CRITICAL,
+        severity=severity,
         since=since,
         summary=f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to {entropy.after:.3f} nats, and the reward "
         f"from {reward.before:.2f} to {reward.after:.2f}",

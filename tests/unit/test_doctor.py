@@ -294,6 +294,19 @@ def test_a_policy_that_collapses_within_two_steps_is_no_hard_prompt():
     assert (found.primary.cause, found.primary.since) == (Cause.POLICY_COLLAPSE, 41)
 
 
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_kl_up_and_entropy_down_with_a_better_reward_is_told_as_info(evaluated: bool):
+    run = healthy(0)
+    _collapse(run)
+    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+    rescore(run, lambda t: 0.3 + 0.5 * t)
+    if not evaluated:
+        run.events.clear()
+    found = diagnose(run.record())
+    assert found.primary is None
+    assert [f.severity for f in found.findings if f.cause is Cause.POLICY_COLLAPSE] == [Severity.INFO]
+
+
 def steady(steps: int) -> MadeUpRun:
     """Neither better nor worse: nothing of the policy moves."""
     run = healthy(0, steps)
