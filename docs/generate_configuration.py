@@ -23,6 +23,7 @@ from orchestrator.doctor.causes import ADVICE, LAYER, Cause
 from orchestrator.layers import LAYERS
 from orchestrator.metric_types import Label, Metric
 from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
+from orchestrator.tracked_signals import LEFT_OUT
 from rollout.dispatch import FailReason, RejectReason
 from rollout.store.journal import EventKind
 
@@ -37,6 +38,11 @@ name the nearest known key. `concord run CONFIG --dry-run` prints the resolved c
 
 Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative to the working directory.
 The models behind this page are `orchestrator/config.py`, `rollout/config.py`, `trainer/config.py` and `actors/config.py`.
+"""
+TRACKERS_INTRODUCTION = """## What trackers do not get
+
+[TensorBoard and Weights & Biases](operations.md#tensorboard-and-weights--biases) get all of these signals at the end of every step, but for those that say
+nothing of a step, or the same as another one:
 """
 METRICS_INTRODUCTION = """\
 <!-- Written by docs/generate_configuration.py from the catalogue in orchestrator/metrics.py. Change that, then run it again. -->
@@ -217,7 +223,8 @@ def metrics_page() -> str:
         rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
         rows += [f"| `{m.name}` | {kind_of_metric(m)}, {m.unit} | {labels_of(m)} | {cell(m.help)} |" for m in CATALOGUE if m.diagnosis_layer == layer]
         blocks.append(f"## Layer {layer}: {name}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(blocks)
+    rows = ["| metric | why |", "| --- | --- |", *(f"| `{name}` | {reason} |" for name, reason in LEFT_OUT.items())]
+    return "\n".join([*blocks, TRACKERS_INTRODUCTION, "\n".join(rows) + "\n"])
 
 
 def kind_of_metric(metric: Metric) -> str:

@@ -13,11 +13,12 @@ import typer
 from orchestrator.config import RunConfig
 from orchestrator.exporter import Exporter
 from orchestrator.launch import Inputs, check_inputs, execute
+from orchestrator.observing import Sinks
 from orchestrator.progress import Reporter, reporter_for_stdout
 from orchestrator.run_dir import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
 from orchestrator.show import show_summary
 from orchestrator.stopping import Stopped, interruptible
-from orchestrator.trackers import refuse_missing, tracked
+from orchestrator.trackers import open_trackers, refuse_missing
 from rollout.errors import ConcordError, UserError, boundary
 from rollout.rewards.registry import build_reward
 from trainer.config import LocalModelConfig, ModelConfig, TinyModelConfig
@@ -56,11 +57,10 @@ def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter |
 
 def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> None:
     """Execute the run, and say at the end what it came to and how to go on with it."""
-    reporter = tracked(config, run, reporter)
     go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
-        with contextlib.closing(reporter):
-            summary = execute(config, run, inputs, reporter, exporter)
+        with contextlib.closing(reporter), open_trackers(config, run, reporter.say) as trackers:
+            summary = execute(config, run, inputs, reporter, Sinks(exporter=exporter, trackers=trackers))
     except (ConcordError, KeyboardInterrupt) as error:
         if not isinstance(error, Stopped | KeyboardInterrupt):
             _report(run, reporter)

@@ -104,7 +104,7 @@ class ExporterConfig(Section):
 
 
 class TrackersConfig(Section):
-    """Where the rows of the metric parts go besides. Needs the extra `trackers`."""
+    """Where the signals of every step go besides. Needs the extra `trackers`."""
 
     tensorboard: bool = False
     """Write event files to `RUN/tensorboard`."""

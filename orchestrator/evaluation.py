@@ -7,7 +7,7 @@ An evaluation that fails is an event; the next one is due at its own time.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -58,6 +58,7 @@ class Evaluation:
         """Sampled by the engines for finished prompts of evaluations."""
         self.seconds = 0.0
         """In which a replica answered evaluations."""
+        self.on_score: Callable[[], Awaitable[None]] = _nothing
 
     def goes_on(self, fingerprints: Sequence[str]) -> None:
         """The run had these scores before this loop, in order: a configuration that a resume changes starts a series of its own, too."""
@@ -188,6 +189,11 @@ class Evaluation:
             **{f"part_{name}": value for name, value in report.parts},
         }
         await self._book.store.record_event("evaluation", fields)
+        await self.on_score()
+
+
+async def _nothing() -> None:
+    """What is done with a score where nobody asks."""
 
 
 async def _scored(port: EvaluatorPort, replica: Replica, policy: PolicyVersion, label: str) -> EvaluationReport:

@@ -11,12 +11,11 @@ from orchestrator.checkpoints import RunCheckpoints, export_model
 from orchestrator.config import RunConfig
 from orchestrator.consistency import Baselines
 from orchestrator.deadlines import Progress, within
-from orchestrator.exporter import Exporter
 from orchestrator.histogram_parts import HistogramRecorder
 from orchestrator.live_signals import LiveSignals
 from orchestrator.loop import Loop, Opening
 from orchestrator.memory import PeakMemory
-from orchestrator.observing import Observing
+from orchestrator.observing import NO_SINKS, Observing, Sinks
 from orchestrator.plan import resource_plan, totals
 from orchestrator.progress import Reporter
 from orchestrator.reading.events import EventLog
@@ -110,8 +109,8 @@ def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:
     return check
 
 
-def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> dict[str, object]:
-    """Run on Ray to the end and answer with the summary. Without an exporter nothing is served to Prometheus.
+def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, sinks: Sinks) -> dict[str, object]:
+    """Run on Ray to the end and answer with the summary.
 
     Raises:
         ConcordError: what ended the run early.
@@ -151,7 +150,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
             fleet = RayFleet(spec)
             try:
                 await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
-                return await drive(config, run, inputs, fleet, reporter, stop.attach, exporter)
+                return await drive(config, run, inputs, fleet, reporter, stop.attach, sinks)
             finally:
                 ignore_signals()
                 await fleet.close()
@@ -175,7 +174,7 @@ async def drive(
     fleet: Fleet,
     reporter: Reporter,
     on_loop: Callable[[Callable[[], None]], None] = lambda request_stop: None,
-    exporter: Exporter | None = None,
+    sinks: Sinks = NO_SINKS,
 ) -> dict[str, object]:
     """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary.
 
@@ -214,7 +213,7 @@ async def drive(
     checkpoints.in_use = loop.policies_in_use
     loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir), loop.book.side_files)
     on_loop(loop.request_stop)
-    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), exporter)
+    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), sinks)
 
 
 def _fingerprints(run: RunDir) -> list[str]:
@@ -232,11 +231,11 @@ async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
 
 
 async def _observe(
-    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, exporter: Exporter | None
+    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, sinks: Sinks
 ) -> dict[str, object]:
     recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
     histograms = HistogramRecorder(run.histograms, loop.accounts.distributions, loop.training.policy)
-    observing = None if exporter is None else _observing(run, loop, reporter, exporter, LiveSignals(config, loop, signals, memory))
+    observing = _observing(run, loop, reporter, sinks, LiveSignals(config, loop, signals, memory)) if sinks.exporter or sinks.trackers else None
 
     side_files = loop.book.side_files
 
@@ -260,12 +259,14 @@ async def _observe(
             flush()
         reporter.step(row, config.run.steps)
         if observing is not None:
-            observing.step(done, row)
+            await observing.step(done, row)
         with side_files.spared("weights that nothing refers to any more"):
             checkpoints.prune(done.report.policy)
         await side_files.tell()
 
     loop.training.on_step = on_step
+    if loop.evaluation is not None and observing is not None:
+        loop.evaluation.on_score = observing.score
     beside = [asyncio.create_task(memory.run(), name="memory")]
     if observing is not None:
         beside.append(asyncio.create_task(observing.run(), name="observing"))
@@ -281,7 +282,7 @@ async def _observe(
     loop.book.counts = await fleet.store.counts()
     if observing is not None:
         await observing.show()
-    summary = signals.summary(memory, "" if exporter is None else exporter.url)
+    summary = signals.summary(memory, sinks.url)
     with boundary(UserError, f"the training is done and checkpointed, but {run.path} cannot be completed (free space, then: concord resume {run.path})"):
         write_summary(run, summary)
         if loop.training.policy.version >= config.run.steps:
@@ -289,10 +290,13 @@ async def _observe(
     return summary
 
 
-def _observing(run: RunDir, loop: Loop, reporter: Reporter, exporter: Exporter, live: LiveSignals) -> Observing:
+def _observing(run: RunDir, loop: Loop, reporter: Reporter, sinks: Sinks, live: LiveSignals) -> Observing:
     async def tell(trouble: str) -> None:
-        reporter.say(f"metrics are served no longer, the training goes on: {trouble}")
+        reporter.say(f"metrics are served no longer and trackers get nothing new, the training goes on: {trouble}")
         await loop.book.store.record_event("exporter_failed", {"reason": trouble})
 
-    reporter.say(f"metrics at {exporter.url}")
-    return Observing(exporter, live, Targets(run.prometheus_targets, run.path.name, exporter.target), loop.book.side_files, tell)
+    targets = None
+    if sinks.exporter is not None:
+        reporter.say(f"metrics at {sinks.url}")
+        targets = Targets(run.prometheus_targets, run.path.name, sinks.exporter.target)
+    return Observing(sinks, live, targets, loop.book.side_files, tell)

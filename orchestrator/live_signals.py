@@ -1,4 +1,4 @@
-"""Everything that Prometheus is told, read from the loop as it stands and from the newest step. It serves nothing and blocks nothing.
+"""Everything that Prometheus and the trackers are told, read from the loop as it stands and from the newest step. It serves nothing and blocks nothing.
 
 Counters begin at 0 with this process; numbers "since the run began" are gauges, and columns of the rows.
 """
@@ -73,9 +73,9 @@ class LiveSignals:
         """So many CPU seconds of the driver went into all this."""
         self._loop.accounts.observing_cpu_s += cpu_s
 
-    def snapshot(self) -> Snapshot:
-        """All values now."""
-        row, memory = self._signals.live_row(), self._memory.now
+    def snapshot(self, row: Mapping[str, float] | None = None) -> Snapshot:
+        """All values now. With the row of a step that has just ended, its columns are those of the row."""
+        row, memory = self._signals.live_row() if row is None else row, self._memory.now
         columns = {m.name: {(): float(row[m.column])} for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)}
         numbers: Numbers = {
             **columns,

@@ -54,7 +54,7 @@ SYSTEM: tuple[Metric, ...] = (
     optional_column("slowest_replica", "slot", 4, "Its slot; -1 where there is none."),
     column("reward_seconds", "seconds", 4, "Mean time of the trained groups in a reward worker."),
     column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
-    column("observing_cpu_seconds", "seconds", 4, "CPU seconds of the driver that reducing signals for Prometheus took since the loop began."),
+    column("observing_cpu_seconds", "seconds", 4, "CPU seconds of the driver that reducing signals for Prometheus and trackers took since the loop began."),
     column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
     column("side_file_failures", "failures", 4, "Times since the loop began that the disk refused a file that no accounting rests on; event side_file_failed."),
     gauge(

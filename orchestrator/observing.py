@@ -1,74 +1,106 @@
-"""Keeps what Prometheus is told current while a loop runs. Whatever goes wrong here is told, and never ends the training.
+"""Keeps Prometheus and the trackers told while a loop runs, from one reduction. Whatever goes wrong here is told, and never ends the training.
 
 An exporter that cannot go on closes its endpoint: old values that are served as new ones would look like a run that has stalled.
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from orchestrator.exporter import Exporter
 from orchestrator.live_signals import LiveSignals
 from orchestrator.side_files import SideFiles
+from orchestrator.snapshot import Snapshot
 from orchestrator.targets import Targets
+from orchestrator.trackers import Trackers
 from orchestrator.training import StepDone
 from rollout.errors import ConcordError, boundary
 
 INTERVAL_S = 2.0
-"""Between two looks at the loop, unless a step ends sooner."""
+"""Between two looks at the loop for Prometheus; a step that ends is looked at besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sinks:
+    """Where signals go besides the run directory."""
+
+    exporter: Exporter | None = None
+    trackers: Trackers | None = None
+
+    @property
+    def url(self) -> str:
+        """Where Prometheus looks; empty where it has nowhere to."""
+        return "" if self.exporter is None else self.exporter.url
+
+
+NO_SINKS = Sinks()
 
 
 class Observing:
-    """From finished steps and the loop as it stands to the exporter's newest snapshot."""
+    """From steps, scores and the loop as it stands to snapshots: each step's and score's to the trackers, the newest to the exporter."""
 
     def __init__(
         self,
-        exporter: Exporter,
+        sinks: Sinks,
         live: LiveSignals,
-        targets: Targets,
+        targets: Targets | None,
         side_files: SideFiles,
         on_trouble: Callable[[str], Awaitable[None]],
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._exporter, self._live, self._targets, self._side_files = exporter, live, targets, side_files
+        self._sinks, self._live, self._targets, self._side_files = sinks, live, targets, side_files
         self._on_trouble, self._interval_s = on_trouble, interval_s
-        self._finished: deque[tuple[StepDone, dict[str, float]]] = deque()
-        self._bell = asyncio.Event()
         self._broken = False
 
-    def step(self, done: StepDone, row: dict[str, float]) -> None:
-        """A step ended; it is looked at when the loop has time."""
-        if not self._broken:
-            self._finished.append((done, row))
-            self._bell.set()
+    async def step(self, done: StepDone, row: dict[str, float]) -> None:
+        """A step ended, with this metric row. It is looked at here and now, so that what the trackers get is of this step."""
+
+        def look() -> None:
+            self._live.step(done, row)
+            snapshot = self._live.snapshot(row)
+            if self._sinks.trackers is not None:
+                self._sinks.trackers.step(snapshot)
+            self._serve(snapshot)
+
+        await self._spared(look)
 
     async def run(self) -> None:
-        """Look for ever; ends by cancellation."""
-        while True:
+        """Look for ever, for Prometheus alone: trackers get steps. Ends by cancellation."""
+        while self._sinks.exporter is not None:
             await self.show()
-            try:
-                async with asyncio.timeout(self._interval_s):
-                    await self._bell.wait()
-            except TimeoutError:
-                continue
+            await asyncio.sleep(self._interval_s)
 
     async def show(self) -> None:
-        """Reduce what has finished, and show all values as they are now; nothing once that went wrong."""
-        self._bell.clear()
+        """Prometheus gets all values as they are now."""
+        await self._spared(lambda: self._serve(self._live.snapshot()))
+
+    async def score(self) -> None:
+        """An evaluation ended."""
+
+        def look() -> None:
+            if self._sinks.trackers is not None:
+                self._sinks.trackers.score(self._live.snapshot())
+
+        await self._spared(look)
+
+    def _serve(self, snapshot: Snapshot) -> None:
+        if self._sinks.exporter is not None and self._targets is not None:
+            self._sinks.exporter.show(snapshot)
+            with self._side_files.spared("where Prometheus finds the run"):
+                self._targets.show(self._live.engine_addresses())
+
+    async def _spared(self, look: Callable[[], None]) -> None:
+        """Do it, unless something went wrong before."""
         if self._broken:
             return
         begun = time.thread_time()
         try:
             with boundary(ConcordError, "reducing signals"):
-                while self._finished:
-                    self._live.step(*self._finished.popleft())
-                self._exporter.show(self._live.snapshot())
-                with self._side_files.spared("where Prometheus finds the run"):
-                    self._targets.show(self._live.engine_addresses())
+                look()
                 self._live.took(time.thread_time() - begun)
         except ConcordError as error:
             self._broken = True
-            self._finished.clear()
-            await asyncio.to_thread(self._exporter.close)
+            if self._sinks.exporter is not None:
+                await asyncio.to_thread(self._sinks.exporter.close)
             await self._on_trouble(str(error))

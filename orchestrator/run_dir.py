@@ -72,6 +72,16 @@ class RunDir:
         return self.path / "histograms"
 
     @property
+    def tensorboard(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Where Weights & Biases keeps what it has of this run."""
+        return self.path / "wandb"
+
+    @property
     def store(self) -> Path:
         """The trajectory store's database."""
         return self.path / STORE_FILE

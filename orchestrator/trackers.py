@@ -1,33 +1,29 @@
-"""Sends the rows of a run to TensorBoard or Weights & Biases, named and grouped by the catalogue. Trouble there never ends a run."""
+"""Feeds TensorBoard and Weights & Biases with the steps of a run, each in a thread of its own. Trouble there never ends or delays a run."""
 
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from importlib import util
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Protocol, Self
 
 from orchestrator.config import RunConfig
-from orchestrator.layers import LAYERS
-from orchestrator.metrics import ROW_METRICS
-from orchestrator.progress import Reporter
 from orchestrator.run_dir import RunDir
+from orchestrator.snapshot import Snapshot
+from orchestrator.tracked_signals import Points, TrackedSignals
 from rollout.errors import ConcordError, UserError, boundary
 
-FINISH_S = 60.0
-"""For what Weights & Biases has not sent when a run ends; the rest stays in its folder for `wandb sync`."""
 CURE = "install it with: pip install 'concord-rl[trackers]'"
-TAGS: Mapping[str, str] = {m.column: f"{m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name}/{m.column}" for m in ROW_METRICS}
-"""Column -> name in a tracker, where what stands before the slash is a group."""
-
-
-SCORES = ("eval_score", "eval_stderr")
-"""Columns that compare within one configuration of the evaluation only."""
+MOST_WAITING = 1000
+"""Points that wait in memory for a tracker that is slow."""
+CLOSE_S = 75.0
+"""For what is not written when a run ends; above what Weights & Biases gives itself."""
 
 
 class Tracker(Protocol):
-    """Where rows go."""
+    """Where points go."""
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """What was measured in a step, by tag."""
+    def take(self, points: Points) -> None:
+        """What was measured at a step."""
         ...
 
     def close(self) -> None:
@@ -35,98 +31,92 @@ class Tracker(Protocol):
         ...
 
 
-class TensorBoardTracker:
-    """Event files in `RUN/tensorboard`; `tensorboard --logdir runs` shows all runs."""
+class Trackers:
+    """The trackers of a run. One that fails is told once and dropped. A context manager."""
 
-    def __init__(self, directory: Path) -> None:
-        from tensorboard import summary
+    def __init__(self, trackers: Sequence[tuple[str, Tracker]], say: Callable[[str], None], most_waiting: int = MOST_WAITING, close_s: float = CLOSE_S) -> None:
+        self._feeds = [_Feed(name, tracker, most_waiting) for name, tracker in trackers]
+        self._say, self._close_s = say, close_s
+        self._signals = TrackedSignals()
 
-        writer: Any = summary
-        self._writer = writer.Writer(str(directory))
-        self._help = {TAGS[metric.column]: f"{metric.help} Unit: {metric.unit}." for metric in ROW_METRICS}
+    def __bool__(self) -> bool:
+        return bool(self._feeds)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """One point a curve; the first comes with its meaning, which TensorBoard keeps from there."""
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step, description=self._help.pop(tag, None))
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Write what is buffered."""
-        self._writer.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
+    def step(self, snapshot: Snapshot) -> None:
+        """A step ended."""
+        if self._feeds:
+            self._put(self._signals.of_step(snapshot))
 
-class WandbTracker:
-    """A run of Weights & Biases in `RUN/wandb`; offline it is uploaded later with `wandb sync`. A resume goes on with the same run."""
+    def score(self, snapshot: Snapshot) -> None:
+        """An evaluation ended, whose score is the newest."""
+        if self._feeds:
+            self._put(self._signals.of_score(snapshot))
 
-    def __init__(self, run: RunDir, config: RunConfig, mode: Literal["offline", "online"]) -> None:
-        import wandb
-
-        library: Any = wandb
-        before = sorted((run.path / "wandb").glob("*run-*-*"))
-        self._run = library.init(
-            project=config.trackers.wandb_project,
-            name=run.path.name,
-            id=before[-1].name.rpartition("-")[2] if before else None,
-            resume="allow",
-            dir=str(run.path),
-            mode=mode,
-            config=config.model_dump(mode="json"),
-            settings=library.Settings(console="off", silent=True, finish_timeout=FINISH_S, finish_timeout_raises=True),
-        )
-        self._run.define_metric("*", step_metric=TAGS["step"])
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """One row. Curves run over the column `step`, since a resume may go back."""
-        self._run.log(dict(values))
+    def _put(self, points: Sequence[Points]) -> None:
+        for feed in list(self._feeds):
+            for each in points:
+                feed.put(each)
+            if feed.trouble:
+                self._feeds.remove(feed)
+                self._say(f"{feed.trouble}; nothing more goes to {feed.name}, the training goes on")
 
     def close(self) -> None:
-        """Write, and online also send, what is buffered."""
-        self._run.finish()
+        """Close them all."""
+        for feed in self._feeds:
+            feed.end()
+        for feed in self._feeds:
+            if trouble := feed.ended(self._close_s):
+                self._say(f"{trouble}; the last steps may be missing in {feed.name}")
+        self._feeds.clear()
 
 
-class Tracked:
-    """A reporter that also feeds trackers. One that fails is told once and dropped."""
+class _Feed:
+    """Hands points to one tracker, in a thread that nobody waits for but the end of the run."""
 
-    def __init__(self, reporter: Reporter, trackers: Sequence[tuple[str, Tracker]]) -> None:
-        self._reporter = reporter
-        self._trackers = dict(trackers)
+    def __init__(self, name: str, tracker: Tracker, most_waiting: int) -> None:
+        self.name, self._tracker = name, tracker
+        self.trouble = ""
+        """What went wrong; empty while nothing did."""
+        self._waiting: queue.Queue[Points | None] = queue.Queue(most_waiting)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
-    def say(self, text: str) -> None:
-        """For people only."""
-        self._reporter.say(text)
+    def put(self, points: Points) -> None:
+        """The next points; does not wait."""
+        try:
+            self._waiting.put_nowait(points)
+        except queue.Full:
+            self.trouble = self.trouble or f"{self.name}: {self._waiting.maxsize} steps wait for it"
 
-    def step(self, row: Mapping[str, float], steps: int) -> None:
-        """A step finished: to people, and to every tracker what was measured in it."""
-        self._reporter.step(row, steps)
-        values = measured(row)
-        for name, tracker in list(self._trackers.items()):
-            try:
-                with boundary(ConcordError, name):
-                    tracker.step(int(row["step"]), values)
-            except ConcordError as error:
-                del self._trackers[name]
-                self._reporter.say(f"{error}; nothing more goes to {name}, the training goes on")
+    def end(self) -> None:
+        """No points are to come."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            self.trouble = self.trouble or f"{self.name}: {self._waiting.maxsize} steps wait for it"
 
-    def close(self) -> None:
-        """Close the trackers, then the reporter."""
-        for name, tracker in self._trackers.items():
-            try:
-                with boundary(ConcordError, name):
-                    tracker.close()
-            except ConcordError as error:
-                self._reporter.say(f"{error}; the last rows may be missing in {name}")
-        self._reporter.close()
+    def ended(self, within_s: float) -> str:
+        """Wait for the end of the thread; what went wrong."""
+        if not self.trouble:
+            self._thread.join(within_s)
+        if self._thread.is_alive():
+            self.trouble = self.trouble or f"{self.name}: it was not done after {within_s:g} s"
+        return self.trouble
 
-
-def measured(row: Mapping[str, float]) -> dict[str, float]:
-    """The values of a row by tag, without what says that nothing was measured."""
-    there = [m for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)]
-    return {_tag(m.column, int(row.get("eval_fingerprint_changed", 0))): row[m.column] for m in there}
-
-
-def _tag(column: str, configuration: int) -> str:
-    """Scores of another configuration of the evaluation are another curve."""
-    return f"{TAGS[column]}_configuration_{configuration}" if configuration and column in SCORES else TAGS[column]
+    def _run(self) -> None:
+        try:
+            with boundary(ConcordError, self.name):
+                while (points := self._waiting.get()) is not None:
+                    self._tracker.take(points)
+                self._tracker.close()
+        except ConcordError as error:
+            self.trouble = str(error)
 
 
 def refuse_missing(config: RunConfig) -> None:
@@ -141,8 +131,8 @@ def refuse_missing(config: RunConfig) -> None:
         raise UserError(f"trackers.{missing[0]} is on, but the package {missing[0]} is not installed; {CURE}, or turn it off")
 
 
-def tracked(config: RunConfig, run: RunDir, reporter: Reporter) -> Reporter:
-    """`reporter`, with the trackers that the config asks for.
+def open_trackers(config: RunConfig, run: RunDir, say: Callable[[str], None]) -> Trackers:
+    """The trackers that the config asks for.
 
     Raises:
         UserError: one is not installed, or does not start.
@@ -151,8 +141,12 @@ def tracked(config: RunConfig, run: RunDir, reporter: Reporter) -> Reporter:
     opened: list[tuple[str, Tracker]] = []
     if chosen.tensorboard:
         with boundary(UserError, "trackers.tensorboard is on, but TensorBoard does not start"):
-            opened.append(("TensorBoard", TensorBoardTracker(run.path / "tensorboard")))
+            from orchestrator.tracker_tensorboard import TensorBoardTracker
+
+            opened.append(("TensorBoard", TensorBoardTracker(run.tensorboard)))
     if chosen.wandb != "off":
         with boundary(UserError, f'trackers.wandb is "{chosen.wandb}", but Weights & Biases does not start (without a network set "offline")'):
+            from orchestrator.tracker_wandb import WandbTracker
+
             opened.append(("Weights & Biases", WandbTracker(run, config, chosen.wandb)))
-    return Tracked(reporter, opened) if opened else reporter
+    return Trackers(opened, say)

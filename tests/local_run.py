@@ -8,6 +8,7 @@ from local_fleet import LocalFleet, QuietReporter, inputs_of
 from orchestrator.config import RunConfig
 from orchestrator.exporter import Exporter
 from orchestrator.launch import drive
+from orchestrator.observing import Sinks
 from orchestrator.run_dir import RunDir, create_run_dir
 from trainer.build import build_trainer
 from trainer.config import LocalModelConfig
@@ -33,7 +34,7 @@ def drive_to_its_end(config: RunConfig, *, reporter: QuietReporter | None = None
         fleet = LocalFleet(config, run.path, model_dir, trainer)
         try:
             async with asyncio.timeout(deadline_s):
-                return await drive(config, run, inputs_of(config, model_dir), fleet, reporter or QuietReporter(), exporter=exporter)
+                return await drive(config, run, inputs_of(config, model_dir), fleet, reporter or QuietReporter(), sinks=Sinks(exporter=exporter))
         finally:
             await fleet.close()
 

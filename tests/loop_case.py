@@ -9,6 +9,7 @@ from local_fleet import LocalFleet, QuietReporter, inputs_of
 
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.launch import drive
+from orchestrator.observing import NO_SINKS
 from orchestrator.run_dir import RunDir, create_run_dir
 from rollout.protocols import Engine
 from trainer.scripted import ScriptedTrainer
@@ -37,6 +38,7 @@ class Case:
         self.trainer = trainer
         self.wrap = wrap
         self.reporter = QuietReporter()
+        self.sinks = NO_SINKS
         self.batches: list[tuple[int, tuple[str, ...]]] = []
         self.during: Callable[[LocalFleet], Any] | None = None
         """Started beside the run, with its fleet."""
@@ -50,7 +52,7 @@ class Case:
         beside = asyncio.create_task(self.during(fleet)) if self.during else None
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await drive(self.config, self.run, inputs, fleet, self.reporter)
+                return await drive(self.config, self.run, inputs, fleet, self.reporter, sinks=self.sinks)
         finally:
             if beside is not None:
                 beside.cancel()

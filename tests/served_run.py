@@ -10,7 +10,9 @@ from local_fleet import LocalFleet, QuietReporter, inputs_of
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.exporter import Exporter
 from orchestrator.launch import drive
+from orchestrator.observing import Sinks
 from orchestrator.run_dir import RunDir, create_run_dir
+from orchestrator.trackers import Trackers
 from trainer.consistency.config import ConsistencyConfig
 from trainer.scripted import ScriptedTrainer
 
@@ -33,10 +35,16 @@ def config_of(folder: Path, steps: int) -> RunConfig:
 
 
 def drive_served(
-    folder: Path, exporter: Exporter, steps: int, *, shift_nats: float = 0.0, reporter: QuietReporter | None = None
+    folder: Path,
+    exporter: Exporter | None,
+    steps: int,
+    *,
+    shift_nats: float = 0.0,
+    reporter: QuietReporter | None = None,
+    trackers: Trackers | None = None,
 ) -> tuple[RunDir, dict[str, Any]]:
     """The run directory and the summary of a run to its end."""
-    config = config_of(folder, steps)
+    config, sinks = config_of(folder, steps), Sinks(exporter=exporter, trackers=trackers)
     run = create_run_dir(config, "run")
 
     async def main() -> dict[str, Any]:
@@ -44,7 +52,7 @@ def drive_served(
         fleet.make_auditor = lambda: scripted_auditor(config.consistency, ScriptedScorer(lambda t, options: shift_nats))
         try:
             async with asyncio.timeout(100.0):
-                return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), exporter=exporter)
+                return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), sinks=sinks)
         finally:
             await fleet.close()
 

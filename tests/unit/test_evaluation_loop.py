@@ -13,8 +13,11 @@ from orchestrator.config import RunConfig, parse_config
 from orchestrator.deadlines import Progress
 from orchestrator.evaluation import Evaluation
 from orchestrator.launch import drive
+from orchestrator.observing import NO_SINKS, Sinks
 from orchestrator.replicas import Replica
 from orchestrator.run_dir import create_run_dir
+from orchestrator.tracked_signals import STEPS, Points
+from orchestrator.trackers import Trackers
 from rollout.errors import ConcordError, ProcessLostError
 from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport
@@ -42,6 +45,7 @@ class Case:
         self.config: RunConfig = parse_config(document, "test", overrides)
         self.run = create_run_dir(self.config, "run")
         self.reporter = QuietReporter()
+        self.sinks = NO_SINKS
         self.evaluators: list[LocalEvaluator] = []
 
     def drive(self, change: Callable[[LocalFleet], None] = lambda fleet: None) -> dict[str, Any]:
@@ -51,7 +55,7 @@ class Case:
             change(fleet)
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    return await drive(self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter)
+                    return await drive(self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter, sinks=self.sinks)
             finally:
                 await fleet.close()
 
@@ -255,6 +259,30 @@ def test_rows_hold_the_newest_score_and_count_changes_of_the_configuration(tmp_p
     assert {row["eval_score"] for row in case.reporter.rows} <= {-1.0, 0.25, 0.75, 0.5}
     assert case.reporter.rows[-1]["eval_fingerprint_changed"] == 1.0
     assert {event["cause"] for event in case.events("diagnosis")} == {"evaluation_changed"}
+
+
+class Scores:
+    """A tracker that keeps scores."""
+
+    def __init__(self) -> None:
+        self.points: list[Points] = []
+
+    def take(self, points: Points) -> None:
+        if points.series != STEPS:
+            self.points.append(points)
+
+    def close(self) -> None:
+        return None
+
+
+def test_trackers_get_each_score_at_its_version_the_last_one_too(tmp_path: Path):
+    case, scores = Case(tmp_path), Scores()
+    with Trackers([("scores", scores)], lambda text: None) as trackers:
+        case.sinks = Sinks(trackers=trackers)
+        case.drive()
+    told = [(event["version"], event["score"]) for event in case.events("evaluation")]
+    assert told[0][0] == 0 and told[-1][0] == 8
+    assert [(points.step, points.numbers[points.series]) for points in scores.points] == told
 
 
 def test_a_score_over_two_versions_is_marked_mixed_and_names_no_weights(tmp_path: Path):
