@@ -19,14 +19,18 @@ cluster also runs its workers at niceness 15, behind everything else on the mach
 
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
-    """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context."""
+    """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context.
+
+    Its end ends what this process started meanwhile, and nothing that it had started before (a tracker's service still has to write).
+    """
+    before = psutil.Process().children()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _keep_stdout_clean()
     try:
         _init(config, num_cpus, num_gpus)
         yield
     finally:
-        mine = psutil.Process().children(recursive=True)
+        mine = _started_since(before)
         ray.shutdown()
         if config.address is None:
             _end(mine)
@@ -55,6 +59,16 @@ def _keep_stdout_clean() -> None:
     """Ray prints what it has to say of lost actors between the JSON lines of a run, whatever `log_to_driver` is; the events say it better."""
     worker: Any = importlib.import_module("ray._private.worker")
     worker._worker_logs_enabled = False
+
+
+def _started_since(before: list[psutil.Process]) -> list[psutil.Process]:
+    """All processes below this one, without those in `before` and what is below them."""
+    roots = [process for process in psutil.Process().children() if process not in before]
+    below: list[psutil.Process] = []
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += root.children(recursive=True)
+    return roots + below
 
 
 def _end(processes: list[psutil.Process]) -> None:

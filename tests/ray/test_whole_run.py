@@ -9,8 +9,12 @@ import pyarrow.parquet as parquet
 import pytest
 from concord_process import START_S, STEP_S, ConcordProcess, write_config
 from run_record import assert_counts_add_up, assert_record, events_of, summary_of
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from wandb_rows import rows_of
 
 from orchestrator.metrics import COLUMNS
+from orchestrator.tracked_signals import tag_of
+from orchestrator.tracker_wandb import STEP
 from rollout.weights import PolicyVersion
 
 pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))  # the first test starts the run
@@ -27,7 +31,8 @@ SUMMARY_KEYS = {
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ConcordProcess, Path]]:
     """The process, which has exited, and its run directory. Four slots for up to eighteen samples: every update falls into a saturated engine."""
     folder = tmp_path_factory.mktemp("whole")
-    process = ConcordProcess("run", write_config(folder), folder=folder)
+    trackers = ("--set", "trackers.tensorboard=true", "--set", 'trackers.wandb="offline"')
+    process = ConcordProcess("run", write_config(folder), *trackers, folder=folder)
     try:
         process.until_step(1)
         process.take_note()
@@ -54,6 +59,16 @@ def test_a_run_ends_with_status_0_and_leaves_no_process(finished: tuple[ConcordP
 
 def test_prometheus_finds_a_run_no_longer_than_it_lasts(finished: tuple[ConcordProcess, Path]) -> None:
     assert not (finished[1] / TARGETS).exists()
+
+
+def test_trackers_hold_every_step_of_a_run(finished: tuple[ConcordProcess, Path]) -> None:
+    """The tracker's own processes outlive the cluster, which ends before the last rows are written."""
+    process, run = finished
+    assert not [line for line in process.lines if "missing" in line.get("event", "")]
+    (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    assert [row[STEP] for row in rows_of(file)] == list(range(1, STEPS + 1))
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [each.step for each in events.Tensors(tag_of("concord_token_staleness_steps"))] == list(range(1, STEPS + 1))
 
 
 def test_a_run_prints_one_json_line_a_step_and_the_summary(finished: tuple[ConcordProcess, Path]) -> None:
