@@ -22,12 +22,18 @@ class Cause(StrEnum):
     """The training reward rises while the evaluation falls, and no growth of length explains it."""
     LENGTH_REWARD = "length_reward"
     """The reward follows the length of the answer instead of its quality."""
+    LENGTH_GROWTH = "length_growth"
+    """Answers grow, and too few evaluations say whether for the better."""
     EASY_PROMPTS = "easy_prompts"
     """The trained prompts are solved by nearly every sample, those of the evaluation are not: nothing is left to learn from."""
     HARD_PROMPTS = "hard_prompts"
     """Nearly no sample of a trained prompt is right: nothing can be learned."""
+    WRONG_DIFFICULTY = "wrong_difficulty"
+    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the reward does not rise, else `info`."""
     FLAT_REWARD = "flat_reward"
     """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers apart."""
+    GROUPS_ALIKE = "groups_alike"
+    """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a batch."""
     REWARD_DETACHED = "reward_detached"
     """The training reward rises and the evaluation does not."""
     SOLVED = "solved"
@@ -147,6 +153,10 @@ ADVICE: Mapping[Cause, Advice] = {
         ),
         do_not=(_NOT_NUMERICS, "Do not raise sampling.max_new_tokens to give the growth more room."),
     ),
+    Cause.LENGTH_GROWTH: Advice(
+        do=("Evaluate (evaluation.every_steps): only held-out scores say whether longer answers are better ones.",),
+        do_not=(_NOT_NUMERICS, "Do not take a reward that rises with the length for progress."),
+    ),
     Cause.EASY_PROMPTS: Advice(
         do=("Choose prompts that the present policy solves in 30 to 70 % of its samples, or mix harder ones in.",),
         do_not=(_NOT_NUMERICS, "Do not take the high training reward for progress."),
@@ -155,9 +165,17 @@ ADVICE: Mapping[Cause, Advice] = {
         do=("Check that the reward can be won at all (one known right answer through it), then start with easier prompts or a better start model.",),
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: without a right answer there is no gradient."),
     ),
+    Cause.WRONG_DIFFICULTY: Advice(
+        do=("Choose prompts that the present policy solves in 30 to 70 % of its samples: look at `group_pass_rate`.",),
+        do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
+    ),
     Cause.FLAT_REWARD: Advice(
         do=("Judge two different answers to one prompt by hand with the reward function: does it see the difference, or is it rounded or capped away?",),
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
+    ),
+    Cause.GROUPS_ALIKE: Advice(
+        do=("Look at `group_pass_rate`: leave out prompts that are always solved and those that never are, or draw larger groups.",),
+        do_not=(_NOT_NUMERICS, "Do not take the mean reward for the difficulty: half solved and half lost has the mean of a good batch."),
     ),
     Cause.REWARD_DETACHED: Advice(
         do=(

@@ -19,6 +19,7 @@ from orchestrator.doctor.rules_data import (
     solved,
     train_eval_overlap,
 )
+from orchestrator.doctor.rules_difficulty import groups_alike, length_growth, wrong_difficulty
 from orchestrator.doctor.rules_numerical import attention_logits, block_imbalance, gradient_collapse, gradient_spike, non_finite
 from orchestrator.doctor.rules_policy import policy_collapse
 from orchestrator.doctor.rules_system import (
@@ -48,9 +49,12 @@ RULES: Mapping[Cause, Rule] = {
     Cause.REWARD_FAILURES: reward_failures,
     Cause.REWARD_INVERTED: reward_inverted,
     Cause.LENGTH_REWARD: length_reward,
+    Cause.LENGTH_GROWTH: length_growth,
     Cause.EASY_PROMPTS: easy_prompts,
     Cause.HARD_PROMPTS: hard_prompts,
+    Cause.WRONG_DIFFICULTY: wrong_difficulty,
     Cause.FLAT_REWARD: flat_reward,
+    Cause.GROUPS_ALIKE: groups_alike,
     Cause.REWARD_DETACHED: reward_detached,
     Cause.SOLVED: solved,
     Cause.POLICY_COLLAPSE: policy_collapse,

@@ -27,7 +27,8 @@ def test_a_healthy_run_gives_nothing_worse_than_info(seed: int, steps: int):
 
 def test_entropy_that_falls_with_solved_groups_is_layer_1_and_no_alarm():
     found = diagnose(healthy(0).record())
-    assert [(f.cause, f.layer, f.severity) for f in found.findings] == [(Cause.SOLVED, 1, Severity.INFO)]
+    assert (Cause.SOLVED, 1, Severity.INFO) in [(f.cause, f.layer, f.severity) for f in found.findings]
+    assert found.primary is None
 
 
 def known_story(run: MadeUpRun, seed: int) -> None:
@@ -110,6 +111,21 @@ def _changed(run: MadeUpRun) -> None:
     ]
 
 
+def _groups(wrong: float, right: float, reward: float) -> Callable[[MadeUpRun], None]:
+    """From the start to the end these shares of groups are lost and solved, and the rest differ; nothing is evaluated."""
+
+    def change(run: MadeUpRun) -> None:
+        random = np.random.default_rng(len(run.rows))
+        run.set("all_wrong_groups", lambda t: wrong)
+        run.set("all_correct_groups", lambda t: right)
+        run.set("zero_variance_groups", lambda t: wrong + right)
+        run.set("reward_mean", lambda t: reward + random.normal(0, 0.005))
+        run.set("policy_entropy", lambda t: 0.5)
+        run.events.clear()
+
+    return change
+
+
 def _checked(**fields: object) -> Callable[[MadeUpRun], None]:
     known = {"train_prompts": 100, "duplicates": 0, "evaluation_prompts": 64, "exact": 0, "by_ngrams": 0, "overlapping": 0, "example": ""}
     return lambda run: run.event("prompts_checked", 0, **{**known, **fields})
@@ -122,6 +138,14 @@ def _collapse(run: MadeUpRun) -> None:
     run.set("reward_mean", lambda t: 0.5)
     run.set("all_correct_groups", lambda t: 0.1)
     rescore(run, lambda t: 0.5)
+
+
+def _better(run: MadeUpRun, evaluated: bool) -> None:
+    """The reward rises, and the evaluation with it where there is one."""
+    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
+    rescore(run, lambda t: 0.3 + 0.5 * t)
+    if not evaluated:
+        run.events.clear()
 
 
 def _spike(run: MadeUpRun) -> None:
@@ -149,7 +173,9 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.LENGTH_REWARD: _length,
     Cause.EASY_PROMPTS: _easy,
     Cause.HARD_PROMPTS: _hard,
+    Cause.WRONG_DIFFICULTY: _groups(wrong=0.85, right=0.0, reward=0.03),
     Cause.FLAT_REWARD: _flat,
+    Cause.GROUPS_ALIKE: _groups(wrong=0.475, right=0.475, reward=0.5),
     Cause.REWARD_DETACHED: _detached,
     Cause.POLICY_COLLAPSE: _collapse,
     Cause.NON_FINITE: lambda run: run.set("loss", lambda t: math.inf, since=len(run.rows) - 2),
@@ -184,7 +210,7 @@ def test_what_went_wrong_is_the_primary_finding(cause: Cause, seed: int):
 
 def test_every_cause_has_a_scenario_a_rule_and_advice():
     assert set(RULES) == set(Cause) == set(ADVICE)
-    assert set(SCENARIOS) | {Cause.SOLVED} == set(Cause)
+    assert set(SCENARIOS) | {Cause.SOLVED, Cause.LENGTH_GROWTH} == set(Cause)
     assert list(RULES) == list(Cause), "rules stand in causal order"
     assert all(advice.do and advice.do_not for advice in ADVICE.values())
 
@@ -298,46 +324,41 @@ def test_a_policy_that_collapses_within_two_steps_is_no_hard_prompt():
 def test_kl_up_and_entropy_down_with_a_better_reward_is_told_as_info(evaluated: bool):
     run = healthy(0)
     _collapse(run)
-    run.set("reward_mean", lambda t: 0.3 + 0.5 * t)
-    rescore(run, lambda t: 0.3 + 0.5 * t)
-    if not evaluated:
-        run.events.clear()
+    _better(run, evaluated)
     found = diagnose(run.record())
     assert found.primary is None
     assert [f.severity for f in found.findings if f.cause is Cause.POLICY_COLLAPSE] == [Severity.INFO]
 
 
-def steady(steps: int) -> MadeUpRun:
-    """Neither better nor worse: nothing of the policy moves."""
-    run = healthy(0, steps)
-    for name, value in (("reward_mean", 0.5), ("policy_entropy", 0.5), ("all_correct_groups", 0.1), ("all_wrong_groups", 0.1), ("zero_variance_groups", 0.2)):
-        run.set(name, lambda t, value=value: value)
-    run.set("approx_kl", lambda t: 0.005)
-    rescore(run, lambda t: 0.5)
-    return run
-
-
-def test_a_reward_that_falls_long_after_a_harmless_leap_is_no_collapse():
-    run = steady(3000)
-    run.rows[20]["approx_kl"] = 0.2
-    run.set("reward_mean", lambda t: 0.1, since=2950)
-    assert not [f for f in diagnose(run.record()).findings if f.cause is Cause.POLICY_COLLAPSE]
-
-
-def test_a_leap_that_loses_the_reward_is_found_behind_a_harmless_one():
-    run = steady(600)
-    run.rows[20]["approx_kl"] = run.rows[400]["approx_kl"] = 0.2
-    run.set("reward_mean", lambda t: 0.1, since=401)
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_prompts_that_were_solved_from_the_start_are_of_the_wrong_difficulty(evaluated: bool):
+    run = healthy(0)
+    events = run.events[:]
+    _groups(wrong=0.0, right=0.9, reward=0.98)(run)
+    if evaluated:
+        run.events = events
+        rescore(run, lambda t: 0.98)
     primary = diagnose(run.record()).primary
-    assert primary is not None and (primary.cause, primary.since) == (Cause.POLICY_COLLAPSE, 401)
+    assert primary is not None and (primary.cause, primary.severity) == (Cause.WRONG_DIFFICULTY, Severity.WARN)
 
 
-def test_a_reward_that_came_back_after_a_leap_is_no_collapse():
-    run = steady(600)
-    run.rows[20]["approx_kl"] = 0.2
-    for row in run.rows[21:60]:
-        row["reward_mean"] = 0.1
-    assert diagnose(run.record()).primary is None
+@pytest.mark.parametrize(("wrong", "right"), [(0.85, 0.0), (0.475, 0.475)])
+def test_a_policy_that_was_lost_says_nothing_of_its_prompts(wrong: float, right: float):
+    run = healthy(0)
+    _groups(wrong, right, 0.03)(run)
+    for row in run.rows[:40]:
+        row |= {"reward_mean": 0.5, "all_wrong_groups": 0.1, "all_correct_groups": 0.1, "zero_variance_groups": 0.2}
+    assert not [f for f in diagnose(run.record()).findings if f.cause in (Cause.WRONG_DIFFICULTY, Cause.GROUPS_ALIKE)]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_answers_that_grow_without_an_evaluation_are_told_as_info(evaluated: bool):
+    run = healthy(0)
+    run.set("length_mean", lambda t: 400 + 800 * t)
+    _better(run, evaluated)
+    found = diagnose(run.record())
+    assert found.primary is None
+    assert [f.severity for f in found.findings if f.cause is Cause.LENGTH_GROWTH] == ([] if evaluated else [Severity.INFO])
 
 
 def test_a_handful_of_prompts_learned_by_heart_is_no_inverted_reward():
