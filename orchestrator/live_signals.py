@@ -76,7 +76,7 @@ class LiveSignals:
     def snapshot(self, row: Mapping[str, float] | None = None) -> Snapshot:
         """All values now. With the row of a step that has just ended, its columns are those of the row."""
         row, memory = self._signals.live_row() if row is None else row, self._memory.now
-        columns = {m.name: {(): float(row[m.column])} for m in ROW_METRICS if m.column in row and (m.unmeasured is None or row[m.column] != m.unmeasured)}
+        columns = {m.name: {(): float(row[m.column])} for m in ROW_METRICS if m.measured(row)}
         numbers: Numbers = {
             **columns,
             **self._of_report,

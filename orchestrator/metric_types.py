@@ -65,8 +65,8 @@ class Metric:
     """Upper ends of a histogram's buckets, rising; the one above all is implied."""
     in_rows: bool = False
     """A number of every step, so a column of the metric parts."""
-    unmeasured: float | None = None
-    """What a row holds where nothing was measured; Prometheus then gets no sample."""
+    measured_by: str = ""
+    """The column that is -1 in the rows where nothing was measured; Prometheus then gets no sample."""
 
     def __post_init__(self) -> None:
         if (self.type is MetricType.COUNTER) != self.name.endswith("_total"):
@@ -80,6 +80,10 @@ class Metric:
     def column(self) -> str:
         """Name in the metric parts."""
         return self.name.removeprefix("concord_")
+
+    def measured(self, row: Mapping[str, float]) -> bool:
+        """Whether a row has a value of this column."""
+        return self.column in row and (not self.measured_by or row.get(self.measured_by) != UNMEASURED)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -101,9 +105,13 @@ def column(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
     return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer, in_rows=True)
 
 
-def optional_column(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
-    """A column that says -1 where nothing was measured; its values are never negative."""
-    return replace(column(name, unit, diagnosis_layer, help), unmeasured=UNMEASURED)
+def optional_column(name: str, unit: str, diagnosis_layer: int, help: str, measured_by: str = "") -> Metric:
+    """A column that says -1 where nothing was measured.
+
+    Args:
+        measured_by: for values that may be -1, the column that tells; its own are never negative.
+    """
+    return replace(column(name, unit, diagnosis_layer, help), measured_by=measured_by or name)
 
 
 def gauge(name: str, unit: str, diagnosis_layer: int, help: str, *labels: Label) -> Metric:

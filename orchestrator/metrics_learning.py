@@ -31,8 +31,8 @@ DATA_AND_REWARD: tuple[Metric, ...] = (
     column("all_correct_groups", "ratio", 1, "Share of trained groups whose rewards are all 1 or more."),
     column("all_wrong_groups", "ratio", 1, "Share of trained groups whose rewards are all 0 or less."),
     column("distinct_prompts", "ratio", 1, "Share of different prompts among the newest 64 trained groups, or all where there are fewer."),
-    optional_column("eval_score", "reward", 1, "Mean reward of the newest evaluation of held-out prompts; -1 before the first."),
-    optional_column("eval_stderr", "reward", 1, "Its standard error over prompts; -1 before the first."),
+    optional_column("eval_score", "reward", 1, "Mean reward of the newest evaluation of held-out prompts; -1 before the first.", "eval_version"),
+    optional_column("eval_stderr", "reward", 1, "Its standard error over prompts; -1 before the first.", "eval_version"),
     optional_column("eval_version", "version", 1, "Version that it scored; -1 before the first."),
     column("eval_fingerprint_changed", "changes", 1, "Changes of the evaluation's configuration since the run began: scores across one do not compare."),
     gauge(

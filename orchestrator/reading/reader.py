@@ -49,7 +49,7 @@ class RunReader:
         kinds = sorted({kind for tally in tallies for kind in tally})
         record = Record(
             steps=steps,
-            columns={name: measured(name, values) for name, values in columns.items()},
+            columns=measured(columns),
             blocks=self._blocks.all(steps, lineage),
             tallies={kind: np.array([tally.get(kind, 0.0) for tally in tallies]) for kind in kinds},
             events=tuple(self._events.all(lineage)),

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.metric_types import UNMEASURED
 from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS, ROW_METRICS
 from rollout.errors import ConcordError
 
 Values = NDArray[np.float64]
-_UNMEASURED: Mapping[str, float] = {metric.column: metric.unmeasured for metric in ROW_METRICS if metric.unmeasured is not None}
+_MEASURED_BY: Mapping[str, str] = {metric.column: metric.measured_by for metric in ROW_METRICS if metric.measured_by}
 _BLOCK_SIGNALS = frozenset(metric.column for metric in BLOCK_CATALOGUE)
 _DECLARED = frozenset(COLUMNS)
 
@@ -91,10 +92,10 @@ class Record:
         return int(self.steps[-1]) if self.steps.size else 0
 
 
-def measured(column: str, values: Values) -> Values:
-    """`values` with NaN where the catalogue says that nothing was measured."""
-    unmeasured = _UNMEASURED.get(column)
-    return values if unmeasured is None else np.where(values == unmeasured, np.nan, values)
+def measured(columns: Mapping[str, Values]) -> dict[str, Values]:
+    """Columns with NaN where the catalogue says that nothing was measured."""
+    told = {name: columns.get(_MEASURED_BY.get(name, "")) for name in columns}
+    return {name: values if (by := told[name]) is None else np.where(by == UNMEASURED, np.nan, values) for name, values in columns.items()}
 
 
 def record_of_rows(
@@ -112,7 +113,7 @@ def record_of_rows(
     """
     names = sorted({name for row in rows for name in row if name in _DECLARED})
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
-    columns = {name: measured(name, np.array([row.get(name, np.nan) for row in rows], dtype=np.float64)) for name in names}
+    columns = measured({name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names})
     kinds = sorted({kind for tally in tallies for kind in tally})
     of_blocks = {key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()}
     return Record(

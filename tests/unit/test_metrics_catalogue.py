@@ -5,12 +5,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.metric_types import Extent, MetricType
 from orchestrator.metrics import CATALOGUE, DECLARED, max_series, sizes_of
 from orchestrator.metrics_consistency import CAUSES, DRIFTS, REASONS
+from orchestrator.reading.record import record_of_rows
 from trainer.consistency.evidence import Cause
 from trainer.consistency.structure import DriftKind
 from trainer.histograms import LOG_RATIO_EDGES
@@ -88,3 +90,13 @@ def test_the_most_series_of_a_run_follow_from_its_sizes():
     per_replica = sum(m.max_series(two) - m.max_series(one) for m in CATALOGUE if any(label.extent is Extent.REPLICAS for label in m.labels))
     assert max_series(two) - max_series(one) == per_replica + 1  # and the memory of one more actor
     assert DECLARED["concord_log_ratio_nats"].max_series(one) == 3 * (len(LOG_RATIO_EDGES) + 1)
+
+
+def test_a_score_of_minus_one_is_a_score_once_a_version_was_scored():
+    before, after = ({"eval_score": -1.0, "eval_stderr": 0.0, "eval_version": version, "consistency_gap_mean": -1.0} for version in (-1.0, 0.0))
+    assert [DECLARED[f"concord_{name}"].measured(before) for name in ("eval_score", "eval_stderr", "eval_version")] == [False, False, False]
+    assert [DECLARED[f"concord_{name}"].measured(after) for name in ("eval_score", "eval_stderr", "eval_version")] == [True, True, True]
+    assert not DECLARED["concord_consistency_gap_mean"].measured(after)
+    scores = record_of_rows([{"step": 1.0, **before}, {"step": 2.0, **after}]).columns["eval_score"]
+    assert np.isnan(scores[0])
+    assert scores[1] == -1.0
