@@ -55,6 +55,8 @@ def test_a_report_draws_everything_silently_from_its_own_file(page: Path, browse
     assert browser.value("document.title") == "run: report"
     assert browser.value("document.documentElement.scrollWidth") <= width
     assert browser.value(CUT_TEXT) == []
+    hidden = browser.value("Array.from(document.querySelectorAll('.scroll')).filter(table => table.scrollWidth > table.clientWidth).map(table => table.innerText)")
+    assert phone or hidden == [], "on a wide screen no table hides its last columns"
 
 
 def test_the_page_may_load_nothing_from_outside(page: Path, browser: Browser, tmp_path: Path):
