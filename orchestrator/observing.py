@@ -101,6 +101,6 @@ class Observing:
                 self._live.took(time.thread_time() - begun)
         except ConcordError as error:
             self._broken = True
+            await self._on_trouble(str(error))
             if self._sinks.exporter is not None:
                 await asyncio.to_thread(self._sinks.exporter.close)
-            await self._on_trouble(str(error))

@@ -24,6 +24,8 @@ Array.from(document.querySelectorAll(".figure text")).filter(text => text.textCo
   return box.width && (box.left < figure.left - 1 || box.right > figure.right + 1);
 }).map(text => text.textContent)
 """
+HIDDEN_COLUMNS = "Array.from(document.querySelectorAll('.scroll')).filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
+"""Tables that a wide screen must show whole; on a phone they scroll."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +38,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plant_histograms(run)
     SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL)).keep(PolicyVersion(1, 7), build_search())
     return make_report(run.path).path
-
-HIDDEN_COLUMNS = "Array.from(document.querySelectorAll('.scroll')).filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
-"""Tables that a wide screen must show whole; on a phone they scroll."""
 
 
 @pytest.fixture(scope="module")
