@@ -44,7 +44,7 @@ class SideFiles:
 
     def untold(self) -> list[str]:
         """Trouble that no event tells yet, in words; it is told with that."""
-        said = [f"{what}: the disk refuses it, the training goes on: {reason}" for what, reason in self._untold]
+        said = [f"{what}: {reason}; the training goes on" for what, reason in self._untold]
         self._untold.clear()
         return said
 

@@ -107,6 +107,7 @@ def _tag(name: str, label_names: tuple[str, ...], labels: LabelValues) -> str:
 
 
 BY_SCORE = frozenset(("concord_evaluation_score", "concord_eval_stderr"))
+"""Of a version that was scored, not of a step."""
 
 
 def _numbers(snapshot: Snapshot) -> Iterator[tuple[str, float, bool]]:
