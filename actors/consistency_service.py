@@ -9,8 +9,8 @@ import ray
 from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
-from rollout.trajectory import Annotation, StoredGroups
-from trainer.consistency.report import AuditContext, AuditReport
+from rollout.types.trajectory import Annotation, StoredGroups
+from trainer.consistency.service.report import AuditContext, AuditReport
 
 
 @ray.remote
@@ -19,7 +19,7 @@ class ConsistencyActor:
 
     def __init__(self, spec: FleetSpec, index: int) -> None:
         enter_process(f"consistency-{index}", spec.run_dir)
-        from trainer.consistency.service import build_auditor
+        from trainer.consistency.service.auditor import build_auditor
 
         self._auditor = build_auditor(
             model_dir=spec.model_dir,

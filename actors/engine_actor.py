@@ -19,13 +19,13 @@ from actors.spec import FleetSpec
 from rollout.engines.registry import build_engine
 from rollout.errors import ConcordError, EngineError, boundary
 from rollout.faults.registry import plant_engine, planted_engine_config
-from rollout.generation import GenerationRequest, PauseMode, TokenChunk
-from rollout.mailbox import Inbox, Outbox
-from rollout.protocols import Engine, EngineLoad
-from rollout.tokenizer import load_tokenizer
-from rollout.tokenizer_agreement import identify
-from rollout.trajectory import EngineTag
-from rollout.weights import ApplyReport, WeightManifest
+from rollout.tokenization.agreement import identify
+from rollout.tokenization.tokenizer import load_tokenizer
+from rollout.transport.mailbox import Inbox, Outbox
+from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.types.protocols import Engine, EngineLoad
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import ApplyReport, WeightManifest
 
 MAX_CONCURRENT_CALLS = 4096
 
@@ -139,7 +139,7 @@ class RayEnginePort:
 
 
 class RemoteEngine:
-    """Implements `rollout.protocols.Engine` inside an episode worker: requests travel together, whole turns come back."""
+    """Implements `rollout.types.protocols.Engine` inside an episode worker: requests travel together, whole turns come back."""
 
     def __init__(self, handle: Any, slot: int) -> None:
         self._handle = handle

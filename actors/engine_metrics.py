@@ -4,7 +4,7 @@ from prometheus_client import generate_latest
 
 from rollout.config import EngineConfig, VllmConfig
 from rollout.errors import UserError
-from rollout.scrape_server import ScrapeServer
+from rollout.transport.scrape_server import ScrapeServer
 
 
 def serve_engine_metrics(engine: EngineConfig, host: str) -> str:

@@ -13,17 +13,17 @@ from actors.process import enter_process
 from actors.reward_actor import RayRewardPort
 from actors.spec import FleetSpec
 from actors.store_actor import RemoteStore
-from rollout.dispatch import Dispatch
 from rollout.environments.registry import build_envs
-from rollout.episode import EpisodeSettings
-from rollout.episode_worker import EpisodeWorker, Outcome, WorkerSettings
+from rollout.episodes.episode import EpisodeSettings
+from rollout.episodes.worker import EpisodeWorker, Outcome, WorkerSettings
 from rollout.errors import ConcordError
 from rollout.faults.prompts import PlantedPrompts
-from rollout.generation import SamplingParams
 from rollout.rewards.pool import RewardPool
 from rollout.rewards.registry import build_reward, needs_text
-from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import EngineTag
+from rollout.tokenization.tokenizer import load_tokenizer
+from rollout.types.dispatch import Dispatch
+from rollout.types.generation import SamplingParams
+from rollout.types.trajectory import EngineTag
 
 
 @ray.remote

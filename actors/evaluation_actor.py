@@ -14,9 +14,9 @@ from actors.spec import FleetSpec
 from rollout.errors import ConcordError
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator
 from rollout.faults.evaluations import plant_evaluator
-from rollout.tokenizer import load_tokenizer
-from rollout.trajectory import EngineTag
-from rollout.weights import PolicyVersion
+from rollout.tokenization.tokenizer import load_tokenizer
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import PolicyVersion
 
 NAME = "the evaluation"
 

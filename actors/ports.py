@@ -11,16 +11,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.dispatch import Dispatch
-from rollout.episode_worker import Outcome
+from rollout.episodes.worker import Outcome
 from rollout.evaluation.evaluator import EvaluationReport
-from rollout.generation import PauseMode
-from rollout.protocols import EngineLoad, Store
-from rollout.tokenizer_agreement import TokenizerIdentity
-from rollout.trajectory import EngineTag
-from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
-from trainer.consistency.report import AuditContext, AuditReport
-from trainer.types import StepReport, StepRequest
+from rollout.tokenization.agreement import TokenizerIdentity
+from rollout.types.dispatch import Dispatch
+from rollout.types.generation import PauseMode
+from rollout.types.protocols import EngineLoad, Store
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
+from trainer.consistency.service.report import AuditContext, AuditReport
+from trainer.types.step import StepReport, StepRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

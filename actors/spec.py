@@ -7,8 +7,8 @@ from actors.config import ClusterConfig
 from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
 from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.config import FaultsConfig
-from trainer.config import TrainerConfig, WeightsConfig
-from trainer.consistency.config import ConsistencyConfig
+from trainer.config.consistency import ConsistencyConfig
+from trainer.config.trainer import TrainerConfig, WeightsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ import ray
 from actors.calls import call
 from actors.process import enter_process
 from rollout.config import StoreConfig
-from rollout.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
 from rollout.errors import ConcordError
-from rollout.prompts import PromptCursor
-from rollout.protocols import Recovery
-from rollout.store.sqlite import SqliteStore
-from rollout.trajectory import Annotation, EncodedGroup, StoredGroups
-from rollout.weights import PolicyVersion
+from rollout.store.sqlite.store import SqliteStore
+from rollout.types.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
+from rollout.types.prompts import PromptCursor
+from rollout.types.protocols import Recovery
+from rollout.types.trajectory import Annotation, EncodedGroup, StoredGroups
+from rollout.types.weights import PolicyVersion
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
 
 
 class RemoteStore:
-    """Implements `rollout.protocols.Store` over a `StoreActor`."""
+    """Implements `rollout.types.protocols.Store` over a `StoreActor`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle

@@ -11,12 +11,12 @@ import ray
 from actors.calls import call, kill
 from actors.process import enter_process
 from actors.spec import FleetSpec
-from rollout.trajectory import StoredGroups
-from rollout.weights import PolicyVersion, Transport, WeightManifest
-from trainer.build import build_trainer
-from trainer.checkpoints import CheckpointState
-from trainer.loss_settings import LossSettings
-from trainer.types import StepReport, StepRequest
+from rollout.types.trajectory import StoredGroups
+from rollout.types.weights import PolicyVersion, Transport, WeightManifest
+from trainer.checkpointing.checkpoints import CheckpointState
+from trainer.loss.loss_settings import LossSettings
+from trainer.step.build import build_trainer
+from trainer.types.step import StepReport, StepRequest
 
 
 @ray.remote

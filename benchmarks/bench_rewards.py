@@ -2,8 +2,8 @@
 
 import json
 
-from rollout.prompts import Prompt
-from rollout.trajectory import Trajectory
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import Trajectory
 
 EOS = 1
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import WORKLOAD, concord_run, parser, report
+from harness.runs import WORKLOAD, concord_run, parser, report
 
-from rollout.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
-from rollout.weights import PolicyVersion
+from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
+from rollout.types.weights import PolicyVersion
 
 MODEL = WORKLOAD / "model"
 BASE = PolicyVersion(1, 0)
@@ -44,8 +44,8 @@ def gate(pairs: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trainer.consistency.protocols import ScoreOptions
-    from trainer.consistency.scorer import Scorer
+    from trainer.consistency.scoring.protocols import ScoreOptions
+    from trainer.consistency.scoring.scorer import Scorer
 
     torch.set_num_threads(1)
     plain: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa").eval()

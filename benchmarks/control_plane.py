@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import concord_run, model_with_context, parser, report
+from harness.runs import concord_run, model_with_context, parser, report
 
 from actors.store_actor import RemoteStore
-from rollout.dispatch import Dispatch, StepCommit
-from rollout.trajectory import EncodedGroup, EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
-from rollout.weights import PolicyVersion
+from rollout.types.dispatch import Dispatch, StepCommit
+from rollout.types.trajectory import EncodedGroup, EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types.weights import PolicyVersion
 
 GROUPS, SIZE = 64, 8
 
@@ -52,9 +52,9 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
 async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     """put + lease + acknowledge through the actor; payloads have int32 ids and float32 log-probs."""
     from actors.store_actor import StoreActor
-    from rollout.codec import encode
     from rollout.config import StoreConfig
-    from rollout.prompts import Prompt, PromptCursor
+    from rollout.types.codec import encode
+    from rollout.types.prompts import Prompt, PromptCursor
 
     with tempfile.TemporaryDirectory() as folder:
         store = RemoteStore(StoreActor.remote(Path(folder), StoreConfig()))

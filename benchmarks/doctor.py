@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import rehearsal_cases
-from doctor_cases import CASES as OWN
-from doctor_cases import Case, document
-from harness import CONCORD, parser, report
+from harness import rehearsal_cases
+from harness.doctor_cases import CASES as OWN
+from harness.doctor_cases import Case, document
+from harness.runs import CONCORD, parser, report
 from rehearsal import TIMEOUT_S, settings
 
 from actors.cluster import cluster
 from actors.config import ClusterConfig
-from orchestrator.doctor.causes import Cause
+from orchestrator.metrics.causes import Cause
 
 _NAMES = {"failed(engine)": Cause.ENGINE_FAILURES, "unknown": Cause.UNKNOWN_GAP}
 CASES: dict[str, Case] = {

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import WORKLOAD, parser, report
+from harness.runs import WORKLOAD, parser, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from vllm_room import VllmRoom, ask, build_manifest
+from support.vllm_room import VllmRoom, ask, build_manifest
 
 from rollout.config import VllmConfig
-from rollout.weights import PolicyVersion
+from rollout.types.weights import PolicyVersion
 
 PROMPTS, SAMPLES, TOKENS = 16, 8, 8
 START_S = 600.0

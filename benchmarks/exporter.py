@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import concord_run, parser, report
-from observed_pairs import observed_pairs
+from harness.observed_pairs import observed_pairs
+from harness.runs import concord_run, parser, report
 
 from orchestrator.config import parse_config
-from orchestrator.distributions import Distributions, LabelValues
-from orchestrator.exporter import Exporter
-from orchestrator.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_ROWS, LiveDoctor
-from orchestrator.metric_types import Extent, Metric, MetricType
-from orchestrator.metrics import CATALOGUE, max_series, sizes_of
-from orchestrator.snapshot import Snapshot
-from rollout.dispatch import Counts
-from trainer.ratio_buckets import PARTS, ratio_sums
+from orchestrator.exporters.prometheus import Exporter
+from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_ROWS, LiveDoctor
+from orchestrator.metrics.catalogue import CATALOGUE, max_series, sizes_of
+from orchestrator.metrics.distributions import Distributions, LabelValues
+from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.types import Extent, Metric, MetricType
+from rollout.types.dispatch import Counts
+from trainer.loss.ratio_buckets import PARTS, ratio_sums
 
 REPLICAS, BLOCKS, HEADS = 8, 40, 32
 """Of the run whose every series is scraped."""

@@ -9,7 +9,7 @@ import statistics
 import time
 from typing import Any
 
-from harness import WORKLOAD, concord_run, parser, report
+from harness.runs import WORKLOAD, concord_run, parser, report
 
 FIRST = 5
 """Steps up to here are left out: pipelines fill, kernels compile."""

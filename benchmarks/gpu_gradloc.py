@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from gradloc_planted import SHAPE, on_policy, places, plant, spiking_loss
-from harness import parser, report
+from harness.gradloc_planted import SHAPE, on_policy, places, plant, spiking_loss
+from harness.runs import parser, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.logprobs import chunked_logprobs
-from trainer.optimizer import PolicyOptimizer
-from trainer.policy_loss import loss_tokens
-from trainer.policy_model import PolicyModel
-from trainer.ranks import Ranks, join_ranks, leave_ranks, shard_model
-from trainer.stability import BackwardRecord, GradLoc, GradLocConfig, StepData, micro_batch
-from trainer.stability.blocks import named_blocks
-from trainer.stability.config import GivenTau
-from trainer.stability.gradloc import TermPlace
-from trainer.types import MicroBatch, OldLogprobSource
+from trainer.config.gradloc import GivenTau
+from trainer.config.trainer import OptimizerConfig, TrainerConfig
+from trainer.gradloc import BackwardRecord, GradLoc, GradLocConfig, StepData, micro_batch
+from trainer.gradloc.gradloc import TermPlace
+from trainer.loss.policy_loss import loss_tokens
+from trainer.model.blocks import named_blocks
+from trainer.model.logprobs import chunked_logprobs
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import Ranks, join_ranks, leave_ranks, shard_model
+from trainer.optim.optimizer import PolicyOptimizer
+from trainer.types.step import MicroBatch, OldLogprobSource
 
 LARGE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,

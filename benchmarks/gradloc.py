@@ -7,10 +7,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from gradloc_cost import FEATURES, dormant, memory, search_cost
-from gradloc_search import all_cases, merged
-from harness import parser, report
-from rank_processes import on_ranks
+from harness.gradloc_cost import FEATURES, dormant, memory, search_cost
+from harness.gradloc_search import all_cases, merged
+from harness.rank_processes import on_ranks
+from harness.runs import parser, report
 
 
 def search(count: int, seed: int) -> dict[str, Any]:

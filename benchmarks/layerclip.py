@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import CONCORD, parser, report
-from layerclip_figure import drawn, table
+from harness.layerclip_figure import drawn, table
+from harness.rehearsal_cases import CASES, model_of
+from harness.runs import CONCORD, parser, report
 from pyarrow import parquet
 from rehearsal import settings
-from rehearsal_cases import CASES, model_of
 
 from actors.cluster import cluster
 from actors.config import ClusterConfig

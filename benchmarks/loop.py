@@ -7,7 +7,7 @@ bound = max(mean latency x samples / slots, training): no schedule does a step f
 import statistics
 from typing import Any
 
-from harness import WORKLOAD, concord_run, parser, report
+from harness.runs import WORKLOAD, concord_run, parser, report
 
 GROUPS, SIZE = 16, 8
 WARM_STEPS = 6

@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from harness import concord_run, parser, report
+from harness.runs import concord_run, parser, report
 
 CONFIG = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 WINDOW_S = 10.0

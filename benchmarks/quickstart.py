@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Run, concord_run, parser, report
+from harness.runs import Run, concord_run, parser, report
 
 CONFIG = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from harness import CONCORD, parser, report
-from rehearsal_cases import CASES, REPLICA, START, Case, document, findings, model_of, problem, read_events
+from harness.rehearsal_cases import CASES, REPLICA, START, Case, document, findings, model_of, problem, read_events
+from harness.runs import CONCORD, parser, report
 
 from actors.cluster import cluster
 from actors.config import ClusterConfig

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.codec import decode, encode
-from rollout.dispatch import Dispatch, StepCommit
-from rollout.prompts import Prompt, PromptCursor
-from rollout.store.schema import Durability
-from rollout.store.sqlite import SqliteStore
-from rollout.trajectory import (
+from rollout.store.sqlite.schema import Durability
+from rollout.store.sqlite.store import SqliteStore
+from rollout.types.codec import decode, encode
+from rollout.types.dispatch import Dispatch, StepCommit
+from rollout.types.prompts import Prompt, PromptCursor
+from rollout.types.trajectory import (
     EncodedGroup,
     EngineTag,
     FinishReason,
@@ -29,7 +29,7 @@ from rollout.trajectory import (
     TrajectoryGroup,
     VersionSpan,
 )
-from rollout.weights import PolicyVersion
+from rollout.types.weights import PolicyVersion
 
 GROUP_SIZE = 8
 GROUPS_A_BATCH = 8

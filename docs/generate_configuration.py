@@ -19,15 +19,16 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config import RunConfig
-from orchestrator.doctor.causes import ADVICE, LAYER, Cause
-from orchestrator.layers import LAYERS
-from orchestrator.metric_types import Label, Metric
-from orchestrator.metrics import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
-from orchestrator.tracked_signals import LEFT_OUT
-from rollout.dispatch import FailReason, RejectReason
-from rollout.store.journal import EventKind
+from orchestrator.doctor.advice import ADVICE
+from orchestrator.exporters.tracker_tags import LEFT_OUT
+from orchestrator.metrics.catalogue import BLOCK_CATALOGUE, CATALOGUE, ROW_METRICS
+from orchestrator.metrics.causes import LAYER, Cause
+from orchestrator.metrics.layers import LAYERS
+from orchestrator.metrics.types import Label, Metric
+from rollout.store.sqlite.journal import EventKind
+from rollout.types.dispatch import FailReason, RejectReason
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parent / "user"
 INTRODUCTION = """\
 <!-- Written by docs/generate_configuration.py from the config models. Change those, then run it again. -->
 # Configuration
@@ -37,7 +38,7 @@ a string). Every key has a default except those marked *required*, so an empty f
 name the nearest known key. `concord run CONFIG --dry-run` prints the resolved config and the resource plan and starts nothing.
 
 Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative to the working directory.
-The models behind this page are `orchestrator/config.py`, `rollout/config.py`, `trainer/config.py` and `actors/config.py`.
+The models behind this page are `orchestrator/config.py`, `rollout/config.py`, `trainer/config/trainer.py` and `actors/config.py`.
 """
 TRACKERS_INTRODUCTION = """## What trackers do not get
 
@@ -45,7 +46,7 @@ TRACKERS_INTRODUCTION = """## What trackers do not get
 nothing of a step, or the same as another one:
 """
 METRICS_INTRODUCTION = """\
-<!-- Written by docs/generate_configuration.py from the catalogue in orchestrator/metrics.py. Change that, then run it again. -->
+<!-- Written by docs/generate_configuration.py from the catalogue in orchestrator/metrics/catalogue.py. Change that, then run it again. -->
 # Metrics
 
 What `concord run` serves to Prometheus while it runs: at the address that it prints, that `summary.json` has as `metrics_url`, and that

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.policy_model import PolicyModel
-from trainer.ranks import sum_gradients
-from trainer.stability import BackwardRecord, CalibratedTau, GradLoc, GradLocConfig, StepData, SumOfTerms, micro_batch, ranks_of
+from trainer.gradloc import BackwardRecord, CalibratedTau, GradLoc, GradLocConfig, StepData, SumOfTerms, micro_batch, ranks_of
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import sum_gradients
 
 ROWS, WIDTH, VOCABULARY = 4, 32, 64
 dist.init_process_group("gloo", **({} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))

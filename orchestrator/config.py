@@ -31,8 +31,8 @@ from rollout.errors import UserError
 from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
-from trainer.config import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
-from trainer.consistency.config import ConsistencyConfig, NoCorrection
+from trainer.config.consistency import ConsistencyConfig, NoCorrection
+from trainer.config.trainer import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
 
 
 class RunSection(Section):

@@ -70,7 +70,7 @@ class MathVerifyConfig(Section):
 
 
 class PythonRewardConfig(Section):
-    """Your own function: `package.module:function` with the signature of `rollout.protocols.RewardFunction`."""
+    """Your own function: `package.module:function` with the signature of `rollout.types.protocols.RewardFunction`."""
 
     type: Literal["python"] = "python"
     function: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import Trajectory
+from rollout.types.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

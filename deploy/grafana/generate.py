@@ -1,4 +1,4 @@
-"""Writes the dashboards as Grafana takes them, docs/dashboards.md, and the overview's panels in README.md, from `panels.py`.
+"""Writes the dashboards as Grafana takes them, docs/user/dashboards.md, and the overview's panels in README.md, from `panels.py`.
 
 python deploy/grafana/generate.py            write them
 python deploy/grafana/generate.py --check    say which are not fresh; exit status 1 if any
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the checkout, whether or not it is installed
 
 from panels import DASHBOARDS, Dashboard, Panel, of_run  # noqa: E402
 
-from orchestrator.layers import LAYERS  # noqa: E402
+from orchestrator.metrics.layers import LAYERS  # noqa: E402
 
 Drawn: TypeAlias = timeseries.Panel | heatmap.Panel | stat.Panel
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="concord-prometheus")
@@ -68,7 +68,7 @@ def fresh_files() -> dict[Path, str]:
     """The text that each file should have."""
     files = {Path(__file__).with_name(f"{each.uid}.json"): json_of(each) for each in DASHBOARDS}
     readme = ROOT / "README.md"
-    return {**files, ROOT / "docs" / "dashboards.md": document(), readme: with_overview(readme.read_text())}
+    return {**files, ROOT / "docs" / "user" / "dashboards.md": document(), readme: with_overview(readme.read_text())}
 
 
 def json_of(page: Dashboard) -> str:
@@ -129,7 +129,7 @@ def number(panel: Panel) -> stat.Panel:
 
 
 def document() -> str:
-    """docs/dashboards.md: every panel with its queries."""
+    """docs/user/dashboards.md: every panel with its queries."""
     colours = ", ".join(f"{layer.number} {layer.name} `{layer.colour}`" for layer in LAYERS.values())
     parts = [DOCUMENT.format(colours=colours)]
     parts += [f"## {page.title}\n\n{page.about} `deploy/grafana/{page.uid}.json`\n\n{table(page)}" for page in DASHBOARDS]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.doctor.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.doctor.findings import Finding, Severity
 from orchestrator.doctor.rules_data import (
     duplicate_prompts,
@@ -33,7 +32,8 @@ from orchestrator.doctor.rules_system import (
     stale_work,
     worker_lost,
 )
-from orchestrator.reading.record import Record
+from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
+from orchestrator.run_dir.record import Record
 
 Rule = Callable[[Record], Finding | None]
 

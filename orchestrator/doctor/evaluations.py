@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from orchestrator.doctor.trends import Change, fitted_change, level
-from orchestrator.reading.record import Record, RunEvent, Values
+from orchestrator.run_dir.record import Record, RunEvent, Values
 
 KIND = "evaluation"
 LEAST_ERROR = 0.02

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.doctor.causes import ADVICE, LAYER, Advice, Cause
+from orchestrator.doctor.advice import ADVICE, Advice
+from orchestrator.metrics.causes import LAYER, Cause
 
 
 class Severity(StrEnum):

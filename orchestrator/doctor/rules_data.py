@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.evaluations import Comparison, compared, lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.doctor.trends import change, level, share, since
-from orchestrator.reading.record import Record
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record
 
 WINDOW = 10
 """Rows of a level."""

@@ -1,6 +1,5 @@
 """Layer 1, what the rules of `rules_data` leave over: prompts of the wrong difficulty, groups without a difference, longer answers."""
 
-from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.evaluations import compared
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.doctor.rules_data import (
@@ -17,7 +16,8 @@ from orchestrator.doctor.rules_data import (
     length_reward,
 )
 from orchestrator.doctor.trends import change, level, share, since
-from orchestrator.reading.record import Record
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record
 
 LEAST_PASS = 0.3
 MOST_PASS = 0.7

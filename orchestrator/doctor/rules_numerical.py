@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
 from orchestrator.doctor.trends import level, share
-from orchestrator.reading.record import Record, Values
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record, Values
 
 RECENT = 50
 """Rows in which a single event still counts."""

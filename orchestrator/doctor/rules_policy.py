@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.doctor.trends import Change, change, level
-from orchestrator.reading.record import Record, Values
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record, Values
 
 WINDOW = 10
 """Rows of each end that is compared, and of each side of a leap."""

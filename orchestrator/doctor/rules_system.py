@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from orchestrator.doctor.causes import Cause
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
 from orchestrator.doctor.rules_data import PAST_STEPS, failures
 from orchestrator.doctor.trends import level, share, since
-from orchestrator.reading.record import Record, RunEvent
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record, RunEvent
 
 WINDOW = 10
 PERSISTENCE = 0.8

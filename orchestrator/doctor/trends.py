@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.reading.record import Values
+from orchestrator.run_dir.record import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.layers import LAYERS
+from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import INK, Figure, Trace, axis, layout_of, plain
 from orchestrator.report.record import PlacedEvent
 

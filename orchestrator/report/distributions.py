@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.layers import LAYERS
-from orchestrator.reading.histograms import Histograms
+from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import Figure, Trace, axis, layout_of, numbers
+from orchestrator.run_dir.histograms import Histograms
 
 STALENESS = "token_staleness_steps"
 LOG_RATIO = "log_ratio_nats"

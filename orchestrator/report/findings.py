@@ -6,12 +6,12 @@ from typing import Any, cast
 
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.show import UNTRUSTED, evidence_text
-from orchestrator.layers import LAYERS
-from orchestrator.reading.record import Record
+from orchestrator.doctor.tables import UNTRUSTED, evidence_text
+from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import shown
 from orchestrator.report.page import Card, Section, TokenInContext, table_of
-from orchestrator.search_show import search_files, stored_search
+from orchestrator.run_dir.record import Record
+from orchestrator.run_dir.search_records import search_files, stored_search
 from rollout.errors import UserError
 
 MOST_CULPRITS = 20

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from orchestrator.report.page import html_of
 from orchestrator.report.record import read_record
 from orchestrator.report.sections import page_of
-from orchestrator.run_dir import RunDir, write_atomic
+from orchestrator.run_dir.layout import RunDir, write_atomic
 from rollout.errors import UserError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from orchestrator.layers import LAYERS, DiagnosisLayer
+from orchestrator.metrics.layers import LAYERS, DiagnosisLayer
 from orchestrator.report.drawing import Figure
 from rollout.errors import ConcordError
 

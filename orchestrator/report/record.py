@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig
-from orchestrator.reading.histograms import Histograms
-from orchestrator.reading.reader import RunReader
-from orchestrator.reading.record import Record, RunEvent
-from orchestrator.run_dir import RunDir, open_run_dir
-from rollout.dispatch import Counts
+from orchestrator.run_dir.histograms import Histograms
+from orchestrator.run_dir.layout import RunDir, open_run_dir
+from orchestrator.run_dir.reader import RunReader
+from orchestrator.run_dir.record import Record, RunEvent
 from rollout.errors import StoreError
-from rollout.store.journal import EventKind
-from rollout.store.reader import open_reader
+from rollout.store.sqlite.journal import EventKind
+from rollout.store.sqlite.reader import open_reader
+from rollout.types.dispatch import Counts
 
 
 @dataclass(frozen=True, slots=True)

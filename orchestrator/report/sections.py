@@ -1,6 +1,5 @@
 """What a report says, section by section, from a run's record."""
 
-from orchestrator.reading.histograms import Histograms
 from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
@@ -9,7 +8,8 @@ from orchestrator.report.page import Page, Section, Tile, table_of
 from orchestrator.report.record import RunRecord
 from orchestrator.report.timeline import MOST_LINES, marks_of, marks_table, timeline
 from orchestrator.report.work import endings, endings_figure, phases_figure
-from orchestrator.run_dir import RunDir
+from orchestrator.run_dir.histograms import Histograms
+from orchestrator.run_dir.layout import RunDir
 
 
 def page_of(record: RunRecord) -> Page:

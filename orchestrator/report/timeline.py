@@ -6,12 +6,12 @@ from itertools import groupby
 
 import numpy as np
 
-from orchestrator.layers import LAYERS
-from orchestrator.reading.record import Record
+from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import PALE_INK, Figure, Series, Trace, axis, bin_size, caption, fields_text, layout_of, numbers, plain, thinned
 from orchestrator.report.page import Table, table_of
 from orchestrator.report.record import PlacedEvent, RunRecord
-from rollout.store.journal import EventKind
+from orchestrator.run_dir.record import Record
+from rollout.store.sqlite.journal import EventKind
 
 MOST_LINES = 60
 """Events that are drawn through the panels and named in the table; further ones are in the strip below only."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.layers import LAYERS
-from orchestrator.reading.record import Record
+from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import INK, Figure, Series, Trace, axis, layout_of, numbers, thinned
-from rollout.dispatch import Counts
+from orchestrator.run_dir.record import Record
+from rollout.types.dispatch import Counts
 
 MOST_BARS = 120
 PHASES = (

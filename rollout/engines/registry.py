@@ -6,8 +6,8 @@ from rollout.config import (
     ScriptedConfig,
     TorchEngineConfig,
 )
-from rollout.engines.identity import EngineIdentity
-from rollout.protocols import Engine
+from rollout.types.engine_identity import EngineIdentity
+from rollout.types.protocols import Engine
 
 
 def build_engine(
@@ -40,13 +40,13 @@ def build_engine(
         chat_template_digest=chat_template_digest,
     )
     if isinstance(config, ScriptedConfig):
-        from rollout.engines.scripted import ScriptedEngine
+        from rollout.engines.scripted.engine import ScriptedEngine
 
         return ScriptedEngine(config, identity)
     if isinstance(config, TorchEngineConfig):
-        from rollout.engines.torch_engine import TorchEngine
+        from rollout.engines.torch.engine import TorchEngine
 
         return TorchEngine(config, identity)
-    from rollout.engines.vllm_engine import VllmEngine
+    from rollout.engines.vllm.engine import VllmEngine
 
     return VllmEngine(config, identity)

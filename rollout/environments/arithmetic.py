@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollout.config import ArithmeticConfig
 from rollout.environments.order import PassOrder, mixed_bits
 from rollout.errors import UserError
-from rollout.prompts import Prompt, PromptCursor
+from rollout.types.prompts import Prompt, PromptCursor
 
 LATER = "later_sum"
 """Metadata key of what is asked in a later turn, in order."""

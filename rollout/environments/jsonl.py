@@ -2,10 +2,10 @@
 
 from rollout.config import JsonlConfig
 from rollout.environments.order import PassOrder
+from rollout.environments.row_files import read_rows
 from rollout.environments.rows import TaskRow, parse_row
 from rollout.errors import UserError
-from rollout.prompts import Prompt, PromptCursor
-from rollout.row_files import read_rows
+from rollout.types.prompts import Prompt, PromptCursor
 
 
 class JsonlSource:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.prompts import Prompt, PromptCursor
+from rollout.types.prompts import Prompt, PromptCursor
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -8,9 +8,9 @@ from rollout.environments.arithmetic import LATER, ArithmeticSource
 from rollout.environments.fixed_turns import FixedTurnsEnv
 from rollout.environments.jsonl import JsonlSource
 from rollout.environments.single_turn import SingleTurnEnv, prompt_tokens
-from rollout.prompts import Prompt
-from rollout.protocols import Env, PromptSource
-from rollout.tokenizer import Tokenizer
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import Env, PromptSource
 
 
 def build_source(config: EnvironmentConfig, seed: int, require_answer: bool = False) -> PromptSource:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from rollout.config import JsonlConfig
-from rollout.digests import canonical_json
 from rollout.errors import UserError
-from rollout.prompts import Message, Prompt
+from rollout.published.digests import canonical_json
+from rollout.types.prompts import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

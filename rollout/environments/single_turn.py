@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.prompts import Message, Prompt
-from rollout.tokenizer import Tokenizer
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.prompts import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

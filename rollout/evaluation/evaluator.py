@@ -12,23 +12,23 @@ from typing import Protocol
 import numpy as np
 
 from rollout.config import EnvironmentConfig, RewardConfig, SamplingConfig
-from rollout.dispatch import Dispatch
 from rollout.environments.registry import build_envs
-from rollout.episode import run_group
-from rollout.episode_failure import EpisodeFailure
-from rollout.episode_turns import EpisodeSettings
+from rollout.episodes.episode import run_group
+from rollout.episodes.failure import EpisodeFailure
+from rollout.episodes.turns import EpisodeSettings
 from rollout.errors import ConcordError
 from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.fingerprint import configuration_parts, fingerprint
 from rollout.evaluation.prompts import held_out_prompts
-from rollout.generation import SamplingParams
-from rollout.prompts import Prompt
-from rollout.protocols import Engine, Env, RewardFunction
 from rollout.rewards.judging import judge_group
 from rollout.rewards.registry import build_reward, needs_answer, needs_text
-from rollout.tokenizer import Tokenizer
-from rollout.trajectory import EngineTag, Reward, Trajectory, TrajectoryGroup
-from rollout.weights import PolicyVersion
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.dispatch import Dispatch
+from rollout.types.generation import SamplingParams
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import Engine, Env, RewardFunction
+from rollout.types.trajectory import EngineTag, Reward, Trajectory, TrajectoryGroup
+from rollout.types.weights import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Evaluator:
 
 
 class _OwnJudge:
-    """Implements `rollout.episode.Judge` in this process: the pool of reward workers belongs to training."""
+    """Implements `rollout.episodes.episode.Judge` in this process: the pool of reward workers belongs to training."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function

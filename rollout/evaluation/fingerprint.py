@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import EnvironmentConfig, JsonlConfig, RewardConfig
-from rollout.digests import canonical_json, json_digest
-from rollout.generation import SamplingParams
-from rollout.prompts import Prompt
-from rollout.tokenizer import Tokenizer
-from rollout.trajectory import EngineTag
+from rollout.published.digests import canonical_json, json_digest
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.generation import SamplingParams
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import EngineTag
 
 
 def configuration_parts(

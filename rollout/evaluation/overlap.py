@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.prompts import Prompt
+from rollout.types.prompts import Prompt
 
 NGRAM = 13
 COMMON_SHARE = 0.05

@@ -5,7 +5,7 @@ from rollout.environments.arithmetic import ArithmeticSource
 from rollout.environments.jsonl import JsonlSource
 from rollout.errors import UserError
 from rollout.evaluation.config import EvaluationConfig
-from rollout.prompts import Prompt, PromptCursor
+from rollout.types.prompts import Prompt, PromptCursor
 
 
 def held_out_prompts(environment: EnvironmentConfig, evaluation: EvaluationConfig, seed: int, require_answer: bool = False) -> tuple[Prompt, ...]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from rollout.digests import manifest_digest
 from rollout.errors import EngineError, boundary
-from rollout.manifest import MANIFEST_NAME, write_manifest
-from rollout.tensor_files import TensorSpan, tensor_spans, weight_files
-from rollout.weights import Transport, WeightManifest
+from rollout.published.digests import manifest_digest
+from rollout.published.manifest import MANIFEST_NAME, write_manifest
+from rollout.published.tensor_files import TensorSpan, tensor_spans, weight_files
+from rollout.types.weights import Transport, WeightManifest
 
 Edit: TypeAlias = Callable[[bytes], bytes]
 """The bytes of a tensor -> as many other bytes."""

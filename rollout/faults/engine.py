@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.generation import GenerationRequest, PauseMode, TokenChunk
-from rollout.protocols import Engine, EngineLoad
-from rollout.trajectory import EngineTag
-from rollout.weights import ApplyReport, PolicyVersion, WeightManifest
+from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.types.protocols import Engine, EngineLoad
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 
 
 class EngineWrapper:
-    """Implements `rollout.protocols.Engine` over another engine, and notes which policy that one serves."""
+    """Implements `rollout.types.protocols.Engine` over another engine, and notes which policy that one serves."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner

@@ -10,12 +10,12 @@ from rollout.errors import EngineError, boundary
 from rollout.faults.config import FaultSection
 from rollout.faults.draws import selected
 from rollout.faults.engine import EngineWrapper, closing
-from rollout.generation import GenerationRequest, TokenChunk
-from rollout.number_formats import rounded_to_bf16
-from rollout.protocols import Engine
-from rollout.tokenizer import Tokenizer
-from rollout.trajectory import RoutingTrace
-from rollout.weights import PolicyVersion
+from rollout.published.number_formats import rounded_to_bf16
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.protocols import Engine
+from rollout.types.trajectory import RoutingTrace
+from rollout.types.weights import PolicyVersion
 
 RequestChange = Callable[[GenerationRequest], GenerationRequest]
 ChunkChange = Callable[[TokenChunk], TokenChunk]

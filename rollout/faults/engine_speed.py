@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from rollout.faults.config import SlowReplicaFault
 from rollout.faults.engine import EngineWrapper
-from rollout.generation import GenerationRequest, TokenChunk
-from rollout.protocols import Engine
+from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.protocols import Engine
 
 
 class SlowEngine(EngineWrapper):

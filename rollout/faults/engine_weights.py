@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from rollout.faults.config import KvKeptFault, WeightFault
 from rollout.faults.engine import EngineWrapper
 from rollout.faults.weight_edits import WeightDoctor
-from rollout.generation import PauseMode
-from rollout.protocols import Engine
-from rollout.trajectory import EngineTag
-from rollout.weights import ApplyReport, WeightManifest
+from rollout.types.generation import PauseMode
+from rollout.types.protocols import Engine
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import ApplyReport, WeightManifest
 
 
 class DoctoredWeights(EngineWrapper):

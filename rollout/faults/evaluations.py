@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.digests import json_digest
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import EvaluationTemplateFault
 from rollout.faults.prompts import TokenizerWrapper
-from rollout.prompts import Message
-from rollout.protocols import Engine
-from rollout.tokenizer import Tokenizer
-from rollout.trajectory import EngineTag
-from rollout.weights import PolicyVersion
+from rollout.published.digests import json_digest
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.prompts import Message
+from rollout.types.protocols import Engine
+from rollout.types.trajectory import EngineTag
+from rollout.types.weights import PolicyVersion
 
 
 class OtherTemplate(TokenizerWrapper):

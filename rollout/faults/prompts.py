@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.dispatch import Dispatch
 from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig, FaultSection, PromptFault, TemplateSpaceFault, TokenizerSwapFault
 from rollout.faults.draws import selected
-from rollout.prompts import Message, Prompt
-from rollout.tokenizer import Tokenizer
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.dispatch import Dispatch
+from rollout.types.prompts import Message, Prompt
 
 
 class TokenizerWrapper:
-    """Implements `rollout.tokenizer.Tokenizer` over another one; faults override how text becomes ids."""
+    """Implements `rollout.tokenization.tokenizer.Tokenizer` over another one; faults override how text becomes ids."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner = inner

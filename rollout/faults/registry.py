@@ -40,8 +40,8 @@ from rollout.faults.engine_speed import SlowEngine
 from rollout.faults.engine_weights import DoctoredWeights, KeptCache
 from rollout.faults.gradient_config import GradientFault
 from rollout.faults.weight_edits import weight_doctor
-from rollout.protocols import Engine
-from rollout.tokenizer import Tokenizer
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.protocols import Engine
 
 _ORDER: Sequence[type[FaultSection]] = (
     *(KvKeptFault, SlowReplicaFault, SilentTopPFault, RetokenizedTurnFault),

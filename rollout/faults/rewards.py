@@ -7,10 +7,10 @@ from typing import cast
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import DeadRewardWorkerFault, LengthRewardFault, RewardFault, RewardFaultSection
 from rollout.faults.draws import drawn
-from rollout.prompts import Prompt
-from rollout.protocols import RewardFunction
 from rollout.rewards.registry import needs_text
-from rollout.trajectory import Reward, Trajectory
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import RewardFunction
+from rollout.types.trajectory import Reward, Trajectory
 
 PART = "planted_length"
 """The part of a reward that `length_reward` adds."""

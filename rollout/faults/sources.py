@@ -8,8 +8,8 @@ from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import EasyPromptsFault, TrainEvalOverlapFault
 from rollout.faults.draws import drawn
-from rollout.prompts import Prompt, PromptCursor
-from rollout.protocols import PromptSource
+from rollout.types.prompts import Prompt, PromptCursor
+from rollout.types.protocols import PromptSource
 
 
 class OverlappingSource:

@@ -1,7 +1,7 @@
 """How a reward fails, one class a reason. They cross processes, so each is built from its message alone."""
 
-from rollout.dispatch import FailReason
 from rollout.errors import RewardError
+from rollout.types.dispatch import FailReason
 
 
 class RewardFailure(RewardError):

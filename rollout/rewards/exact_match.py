@@ -1,8 +1,8 @@
 """Exact match with the reference answer."""
 
 from rollout.config import ExactMatchConfig
-from rollout.prompts import Prompt
-from rollout.trajectory import FinishReason, Reward, Trajectory
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import FinishReason, Reward, Trajectory
 
 
 class ExactMatch:

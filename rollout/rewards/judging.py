@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from numbers import Real
 
 from rollout.errors import ConcordError, boundary
-from rollout.prompts import Prompt
-from rollout.protocols import RewardFunction
 from rollout.rewards.errors import RewardFailure, RewardInvalid, RewardRaised
-from rollout.trajectory import Reward, Trajectory
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import RewardFunction
+from rollout.types.trajectory import Reward, Trajectory
 
 
 def judge(function: RewardFunction, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:

@@ -7,8 +7,8 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
-from rollout.prompts import Prompt
-from rollout.trajectory import Reward, Trajectory
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import Reward, Trajectory
 
 if TYPE_CHECKING:
     from sympy import Basic, MatrixBase

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout.errors import ConcordError, ProcessLostError
-from rollout.prompts import Prompt
 from rollout.rewards.errors import RewardFailure, RewardTimeout, RewardWorkerDied
-from rollout.trajectory import Reward, Trajectory
-from rollout.wire import wired
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import Reward, Trajectory
+from rollout.types.wire import wired
 
 CALL_S = 0.02
 """Groups go together while their rewards are expected to take no longer than this."""
@@ -55,7 +55,7 @@ class _Waiting:
 
 
 class RewardPool:
-    """Implements `rollout.episode.Judge`."""
+    """Implements `rollout.episodes.episode.Judge`."""
 
     def __init__(self, workers: Sequence[RewardPort], deadline_s: float) -> None:
         self._workers = workers

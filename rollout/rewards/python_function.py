@@ -4,7 +4,7 @@ import importlib
 from typing import cast
 
 from rollout.errors import UserError, boundary
-from rollout.protocols import RewardFunction
+from rollout.types.protocols import RewardFunction
 
 
 def load_function(name: str) -> RewardFunction:

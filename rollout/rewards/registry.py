@@ -1,10 +1,10 @@
 """From a reward's config section to its function, and what the function needs."""
 
 from rollout.config import ExactMatchConfig, MathVerifyConfig, RewardConfig
-from rollout.protocols import RewardFunction
 from rollout.rewards.exact_match import ExactMatch
 from rollout.rewards.math_verify import MathVerify
 from rollout.rewards.python_function import load_function
+from rollout.types.protocols import RewardFunction
 
 
 def build_reward(config: RewardConfig) -> RewardFunction:

@@ -31,7 +31,7 @@ def code_of(page: Path) -> str:
 
 def summary_keys() -> set[str]:
     """Keys of the dictionary that `Signals.summary` returns, outermost level."""
-    tree = ast.parse((ROOT / "orchestrator" / "signals.py").read_text())
+    tree = ast.parse((ROOT / "orchestrator" / "signals" / "rows.py").read_text())
     method = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "summary")
     returned = next(node.value for node in ast.walk(method) if isinstance(node, ast.Return))
     assert isinstance(returned, ast.Dict)
@@ -39,13 +39,13 @@ def summary_keys() -> set[str]:
 
 
 def test_generated_pages_are_fresh():
-    done = check(ROOT / "docs")
+    done = check(ROOT / "docs" / "user")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_page_that_is_not_fresh_is_found(tmp_path: Path):
     docs = tmp_path / "docs"
-    shutil.copytree(ROOT / "docs", docs)
+    shutil.copytree(ROOT / "docs" / "user", docs)
     page = docs / "configuration.md"
     page.write_text(page.read_text().replace("max_staleness", "max_age"))
     done = check(docs)
@@ -55,17 +55,17 @@ def test_a_page_that_is_not_fresh_is_found(tmp_path: Path):
 def test_every_key_of_the_summary_is_told_about():
     keys = summary_keys()
     assert {"steps", "peak_rss_mb"} <= keys
-    assert not sorted(key for key in keys if f"`{key}`" not in text_of(Path("docs/run_directory.md")))
+    assert not sorted(key for key in keys if f"`{key}`" not in text_of(Path("docs/user/run_directory.md")))
 
 
 def test_every_event_of_a_run_is_told_about():
-    kinds = {kind for path in (ROOT / "orchestrator").glob("*.py") for kind in RECORDED.findall(path.read_text())}
+    kinds = {kind for path in (ROOT / "orchestrator").rglob("*.py") for kind in RECORDED.findall(path.read_text())}
     assert "replica_failed" in kinds
-    assert not sorted(kind for kind in kinds if f"`{kind}`" not in text_of(Path("docs/run_directory.md")))
+    assert not sorted(kind for kind in kinds if f"`{kind}`" not in text_of(Path("docs/user/run_directory.md")))
 
 
 def test_there_are_pages():
-    assert Path("README.md") in PAGES and Path("docs/configuration.md") in PAGES
+    assert Path("README.md") in PAGES and Path("docs/user/configuration.md") in PAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -76,7 +76,7 @@ def test_every_make_target_of_a_page_exists(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_command_of_a_page_exists(page: Path):
-    from orchestrator.cli import app
+    from orchestrator.commands.main import app
 
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     commands |= {group.name for group in app.registered_groups if group.name}

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from contracts.source_tree import ROOT
 
-from orchestrator.layers import LAYERS
-from orchestrator.metric_types import MetricType
-from orchestrator.metrics import DECLARED
+from orchestrator.metrics.catalogue import DECLARED
+from orchestrator.metrics.layers import LAYERS
+from orchestrator.metrics.types import MetricType
 
 FOLDER = ROOT / "deploy" / "grafana"
 FILES = sorted(FOLDER.glob("*.json"))

@@ -5,9 +5,9 @@ import re
 
 from contracts.source_tree import ROOT, Module, modules
 
-from orchestrator.live_doctor import OF_INTEREST
-from orchestrator.metrics import BLOCK_CATALOGUE, COLUMNS
-from rollout.dispatch import FailReason, RejectReason
+from orchestrator.loop.live_doctor import OF_INTEREST
+from orchestrator.metrics.catalogue import BLOCK_CATALOGUE, COLUMNS
+from rollout.types.dispatch import FailReason, RejectReason
 
 
 def rules() -> list[Module]:
@@ -47,7 +47,7 @@ def test_every_reason_that_a_rule_counts_exists():
 
 
 def test_every_event_that_a_rule_reads_is_recorded_and_kept_in_the_loop():
-    recorded = {kind for path in (ROOT / "orchestrator").glob("*.py") for kind in re.findall(r'record_event\(\s*"(\w+)"', path.read_text())}
+    recorded = {kind for path in (ROOT / "orchestrator").rglob("*.py") for kind in re.findall(r'record_event\(\s*"(\w+)"', path.read_text())}
     read = first_arguments("of_kind") | words_of("told")
     assert "replica_failed" in read
     assert not read - recorded

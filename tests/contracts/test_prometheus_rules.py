@@ -4,10 +4,10 @@ import re
 
 import pytest
 from contracts.source_tree import ROOT
-from prometheus_rules import SELECTOR, names_in, rule_tests, rules
-from scrapes import metric_of
+from support.prometheus_rules import SELECTOR, names_in, rule_tests, rules
+from support.scrapes import metric_of
 
-from orchestrator.metric_types import MetricType
+from orchestrator.metrics.types import MetricType
 
 ALERTS = {rule["alert"]: rule for rule in rules("alerts")}
 RECORDED = {rule["record"]: rule for rule in rules("recording")}
@@ -43,7 +43,7 @@ def test_every_alert_says_how_bad_it_is_where_it_belongs_and_what_to_do():
         assert rule["labels"]["severity"] in ("warning", "critical"), name
         assert rule["labels"].get("diagnosis_layer") in ("1", "2", "3", "4") or carries_its_layer(rule["expr"]), name
         assert rule["annotations"]["summary"].endswith("."), name
-        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}", name
+        assert rule["annotations"]["runbook_url"] == f"docs/user/runbook.md#{name.lower()}", name
 
 
 def test_an_alert_belongs_to_the_layer_of_what_it_asks_for_first():
@@ -54,14 +54,14 @@ def test_an_alert_belongs_to_the_layer_of_what_it_asks_for_first():
 
 
 def test_the_runbook_has_one_section_an_alert_and_no_other():
-    sections = re.split(r"^### (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), flags=re.MULTILINE)[1:]
+    sections = re.split(r"^### (\w+)$", (ROOT / "docs" / "user" / "runbook.md").read_text(), flags=re.MULTILINE)[1:]
     texts = dict(zip(sections[::2], sections[1::2], strict=True))
     assert list(texts) == list(ALERTS), "in the order of the rules"
     assert not [name for name, text in texts.items() if not all(word in text for word in ("**Means:**", "**Check first:**", "**Do not**"))]
 
 
 def test_every_metric_that_the_runbook_names_is_declared():
-    text = (ROOT / "docs" / "runbook.md").read_text()
+    text = (ROOT / "docs" / "user" / "runbook.md").read_text()
     assert not {one for one in names_in(text) if one not in RECORDED and metric_of(one) is None}
 
 

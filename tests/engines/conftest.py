@@ -3,11 +3,11 @@
 from collections.abc import Generator
 
 import pytest
-from gradloc_room import on_policy, one_rank, random_step, small_model
+from support.gradloc_room import on_policy, one_rank, random_step, small_model
 
-from trainer.policy_model import PolicyModel
-from trainer.ranks import Ranks
-from trainer.types import MicroBatch
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import Ranks
+from trainer.types.step import MicroBatch
 
 
 @pytest.fixture(scope="module")

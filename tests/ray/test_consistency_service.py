@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from concord_process import MODEL, START_S, STEP_S, ConcordProcess
+from support.concord_process import MODEL, START_S, STEP_S, ConcordProcess
 
-from rollout.store.reader import open_reader
-from trainer.consistency.evidence import decode_evidence
-from trainer.types import Verdict
+from rollout.store.sqlite.reader import open_reader
+from trainer.types.evidence import decode_evidence
+from trainer.types.step import Verdict
 
 Start = Callable[..., ConcordProcess]
 STEPS = 10

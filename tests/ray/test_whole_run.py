@@ -7,15 +7,15 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
-from concord_process import START_S, STEP_S, ConcordProcess, write_config
-from run_record import assert_counts_add_up, assert_record, events_of, summary_of
+from support.concord_process import START_S, STEP_S, ConcordProcess, write_config
+from support.run_record import assert_counts_add_up, assert_record, events_of, summary_of
+from support.wandb_rows import rows_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-from wandb_rows import rows_of
 
-from orchestrator.metrics import COLUMNS
-from orchestrator.tracked_signals import tag_of
-from orchestrator.tracker_wandb import STEP
-from rollout.weights import PolicyVersion
+from orchestrator.exporters.tracker_tags import tag_of
+from orchestrator.exporters.wandb import STEP
+from orchestrator.metrics.catalogue import COLUMNS
+from rollout.types.weights import PolicyVersion
 
 pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))  # the first test starts the run
 STEPS, BATCH, GROUP = 12, 3, 2

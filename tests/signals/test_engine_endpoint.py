@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from concord_process import MODEL, START_S, STEP_S, ConcordProcess
 from contracts.source_tree import ROOT
-from prometheus_server import PrometheusServer
+from support.concord_process import MODEL, START_S, STEP_S, ConcordProcess
+from support.prometheus_server import PrometheusServer
 
 VLLM_START_S = 240.0
 SETTINGS = {"run.steps": 5000, "model.type": "local", "model.path": str(MODEL), "engine.serve_metrics": True, "run.name": "run"}

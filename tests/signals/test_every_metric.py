@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grafana_panels import panel_queries
-from local_run import drive_to_its_end
-from prometheus_rules import rules
-from prometheus_server import PrometheusServer
-from scrapes import series_by_metric
+from support.grafana_panels import panel_queries
+from support.local_run import drive_to_its_end
+from support.prometheus_rules import rules
+from support.prometheus_server import PrometheusServer
+from support.scrapes import series_by_metric
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.rehearsal_cases import Case, document, model_of
+from benchmarks.harness.rehearsal_cases import Case, document, model_of
 from orchestrator.config import RunConfig, parse_config
-from orchestrator.exporter import Exporter
-from orchestrator.metrics import CATALOGUE, DECLARED, sizes_of
-from rollout.prompts import Prompt
-from rollout.trajectory import Reward, Trajectory
+from orchestrator.exporters.prometheus import Exporter
+from orchestrator.metrics.catalogue import CATALOGUE, DECLARED, sizes_of
+from rollout.types.prompts import Prompt
+from rollout.types.trajectory import Reward, Trajectory
 
 STEPS = 6
 BLOCKS, HEADS = 8, 8

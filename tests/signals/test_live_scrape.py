@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from grafana_panels import panel_queries
-from local_fleet import QuietReporter
-from prometheus_rules import rules
-from prometheus_server import PrometheusServer
-from scrapes import scrape, series_by_metric
-from served_run import BATCH, config_of, drive_served
+from support.grafana_panels import panel_queries
+from support.local_fleet import QuietReporter
+from support.prometheus_rules import rules
+from support.prometheus_server import PrometheusServer
+from support.scrapes import scrape, series_by_metric
+from support.served_run import BATCH, config_of, drive_served
 
-from orchestrator.exporter import Exporter
-from orchestrator.metrics import DECLARED, sizes_of
+from orchestrator.exporters.prometheus import Exporter
+from orchestrator.metrics.catalogue import DECLARED, sizes_of
 
 STEPS = 12
 APPLIED = 'concord_steps_total{outcome="applied"}'

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser
-from loop_case import MODEL
-from report_room import plant_event, plant_gap, plant_histograms, scripted_run
-from search_evidence import build_search
+from support.browser import Browser
+from support.loop_case import MODEL
+from support.report_room import plant_event, plant_gap, plant_histograms, scripted_run
+from support.search_evidence import build_search
 
 from orchestrator.report.make import make_report
-from orchestrator.search_records import SearchRecords
-from rollout.tokenizer import load_tokenizer
-from rollout.weights import PolicyVersion
+from orchestrator.run_dir.search_records import SearchRecords
+from rollout.tokenization.tokenizer import load_tokenizer
+from rollout.types.weights import PolicyVersion
 
 DRAWN = {"timeline", "staleness", "ratios", "attribution-0", "phases", "dispatches"}
 EMPTY_FIGURES = """

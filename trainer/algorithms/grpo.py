@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import UserError
-from rollout.trajectory import Reward
+from rollout.types.trajectory import Reward
 from trainer.algorithms.surrogate import clipped_surrogate
-from trainer.config import GrpoConfig
-from trainer.protocols import LossInputs
+from trainer.config.trainer import GrpoConfig
+from trainer.types.protocols import LossInputs
 
 
 class Grpo:

@@ -2,8 +2,8 @@
 
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.rloo import Rloo
-from trainer.config import AlgorithmConfig, GrpoConfig
-from trainer.protocols import Algorithm
+from trainer.config.trainer import AlgorithmConfig, GrpoConfig
+from trainer.types.protocols import Algorithm
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:

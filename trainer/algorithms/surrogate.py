@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.protocols import LossInputs
+from trainer.types.protocols import LossInputs
 
 
 def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.faults.gradient_config import NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
-from trainer.types import MicroBatch
+from trainer.types.step import MicroBatch
 
 LEAST_SHARE = 0.5
 """Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes no spike of a weak one."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import HighLearningRateFault
-from trainer.config import OptimizerConfig
-from trainer.optimizer import GradientNorms, OptimizerReport, PolicyOptimizer
-from trainer.ranks import Ranks
-from trainer.stability.blocks import Block
+from trainer.config.trainer import OptimizerConfig
+from trainer.model.blocks import Block
+from trainer.model.ranks import Ranks
+from trainer.optim.optimizer import GradientNorms, OptimizerReport, PolicyOptimizer
 
 
 class HotOptimizer(PolicyOptimizer):

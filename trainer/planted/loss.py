@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.faults.gradient_config import RatioSpikeFault
-from trainer.batcher import TrainingBatch
+from trainer.batching.batcher import TrainingBatch
+from trainer.gradloc.probe import TokenLoss
+from trainer.loss.policy_loss import LossTokens
+from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
 from trainer.planted.draws import StepBatches
-from trainer.policy_loss import LossTokens
-from trainer.policy_model import PolicyModel
-from trainer.stability.gradient_probe import TokenLoss
-from trainer.types import OldLogprobSource, PlantedFault
+from trainer.types.step import OldLogprobSource, PlantedFault
 
 _SHIFTS_A_LOGPROB = RatioSpikeFault().type
 

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.batcher import TrainingBatch
+from trainer.batching.batcher import TrainingBatch
+from trainer.gradloc.probe import Context, TokenLoss
+from trainer.loss.policy_loss import loss_tokens
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import Ranks, reshard
 from trainer.planted.draws import StepBatches, StepPulls
-from trainer.policy_loss import loss_tokens
-from trainer.policy_model import PolicyModel
-from trainer.ranks import Ranks, reshard
-from trainer.stability.gradient_probe import Context, TokenLoss
-from trainer.types import MicroBatch
+from trainer.types.step import MicroBatch
 
 
 class PullMeter:

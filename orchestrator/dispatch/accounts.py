@@ -1,0 +1,205 @@
+"""Running sums of a run, in bounded memory: lengths and rewards by stage, staleness, pauses, busy shares.
+
+Three views of length and reward show what the order of consumption selects: `dispatched` (all groups up to the oldest
+unfinished one: free of selection by speed), `finished` (whatever has come back), `trained`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from orchestrator.dispatch.replica_speeds import ReplicaSpeeds
+from orchestrator.metrics.distributions import Distributions
+from rollout.types.dispatch import Dispatch
+from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader
+from trainer.types.step import StepReport, StepRequest
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Add a sum over `count` items."""
+        self.total += value
+        self.count += count
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 before the first item."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """Length and reward of the trajectories that reached a stage."""
+
+    length: Mean = field(default_factory=Mean)
+    reward: Mean = field(default_factory=Mean)
+
+    def add(self, header: GroupHeader) -> None:
+        """Every trajectory of a group."""
+        self.length.add(sum(t.num_sampled for t in header.trajectories), len(header.trajectories))
+        self.reward.add(sum(t.reward for t in header.trajectories), len(header.trajectories))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What one step trained on, reduced from headers and report."""
+
+    reward_mean: float
+    reward_std: float
+    length_mean: float
+    length_cap_fraction: float
+    zero_variance: float
+    reward_length_correlation: float
+    all_correct: float
+    all_wrong: float
+    staleness_mean: float
+    staleness_max: int
+    mixed_fraction: float
+    generation_s: float
+    reward_s: float
+    num_sampled: int
+    num_trajectories: int
+    tokens_by_age: tuple[tuple[int, int], ...] = ()
+    """(staleness, trained tokens)."""
+
+
+class Accounts:
+    """All running sums of one driver's life."""
+
+    def __init__(self) -> None:
+        self.dispatched = Stage()
+        self.finished = Stage()
+        self.trained = Stage()
+        self.staleness = Mean()
+        self.staleness_max = 0
+        self.mixed = 0
+        self.rewards: deque[float] = deque(maxlen=10)
+        self.reward_first: float | None = None
+        self.reward_last = 0.0
+        self.pauses: deque[float] = deque(maxlen=10_000)
+        self.weight_updates = 0
+        self.trained_tokens = 0
+        self.trained_samples = 0
+        self.trainer_busy_s = 0.0
+        self.retried = 0
+        self.observing_cpu_s = 0.0
+        """What reducing signals for Prometheus has cost the driver."""
+        self.distributions = Distributions()
+        self.speeds = ReplicaSpeeds()
+        self.prompts: deque[str] = deque(maxlen=64)
+        """Of the newest trained groups."""
+        self._order: dict[str, GroupHeader | None] = {}
+
+    def start(self, dispatches: Iterable[Dispatch]) -> None:
+        """Dispatches begin, in order."""
+        for dispatch in dispatches:
+            self.retried += dispatch.attempt > 1
+            self._order[dispatch.dispatch_id] = None
+
+    def finish(self, header: GroupHeader) -> None:
+        """A group came back."""
+        self.finished.add(header)
+        self.speeds.add(header.replica, header.generation_s)
+        if header.dispatch_id in self._order:
+            self._order[header.dispatch_id] = header
+            self._advance()
+
+    def end(self, dispatch_id: str) -> None:
+        """A dispatch failed without a group."""
+        if dispatch_id in self._order and self._order[dispatch_id] is None:
+            del self._order[dispatch_id]
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._order:
+            oldest = next(iter(self._order))
+            header = self._order[oldest]
+            if header is None:
+                return
+            self.dispatched.add(header)
+            del self._order[oldest]
+
+    def step(self, batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
+        """A step was applied."""
+        for header in batch:
+            self.trained.add(header)
+            self.prompts.append(header.prompt_id)
+        facts = step_facts(batch, report, request)
+        self.staleness.add(facts.staleness_mean * facts.num_sampled, facts.num_sampled)
+        self.staleness_max = max(self.staleness_max, facts.staleness_max)
+        self.mixed += sum(len(t.tokens_by_policy) > 1 for t in _trained(batch, report))
+        self.rewards.append(facts.reward_mean)
+        if self.reward_first is None:
+            self.reward_first = facts.reward_mean
+        self.reward_last = facts.reward_mean
+        self._distribute(batch, facts)
+        self.trained_tokens += report.num_tokens
+        self.trained_samples += len(report.trained_ids)
+        return facts
+
+    def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
+        for header in batch:
+            passed = sum(t.reward >= 1.0 for t in header.trajectories)
+            self.distributions.observe("concord_group_pass_rate", passed / len(header.trajectories))
+            self.distributions.observe_all("concord_response_length_tokens", (t.num_sampled for t in header.trajectories))
+        for age, tokens in facts.tokens_by_age:
+            self.distributions.observe("concord_token_staleness_steps", age, times=tokens)
+
+    @property
+    def reward_moving_10(self) -> float:
+        """Mean reward of the last ten steps."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+
+
+def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[TrajectoryHeader]:
+    return [t for header in batch for t in header.trajectories if t.trajectory_id in report.trained_ids]
+
+
+def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
+    """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out do not count."""
+    trained, everyone = _trained(batch, report), [t for header in batch for t in header.trajectories]
+    rewards = np.array([t.reward for t in everyone])
+    groups = [[t.reward for t in header.trajectories] for header in batch]
+    trainer_version, oldest = request.policy.version - 1, request.oldest_version
+    tokens_by_age: Counter[int] = Counter()
+    for trajectory in trained:
+        for policy, count in trajectory.tokens_by_policy:
+            if policy.version >= oldest:
+                tokens_by_age[trainer_version - policy.version] += count
+    tokens = tokens_by_age.total()
+    return StepFacts(
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        length_mean=sum(t.num_sampled for t in everyone) / len(everyone),
+        length_cap_fraction=sum(t.finish_reason is FinishReason.LENGTH for t in everyone) / len(everyone),
+        zero_variance=sum(min(g) == max(g) for g in groups) / len(groups),
+        reward_length_correlation=reward_length_correlation(batch),
+        all_correct=sum(min(g) >= 1.0 for g in groups) / len(groups),
+        all_wrong=sum(max(g) <= 0.0 for g in groups) / len(groups),
+        staleness_mean=sum(age * count for age, count in tokens_by_age.items()) / tokens if tokens else 0.0,
+        staleness_max=max(tokens_by_age, default=0),
+        mixed_fraction=sum(len(t.tokens_by_policy) > 1 for t in trained) / len(trained) if trained else 0.0,
+        generation_s=sum(header.generation_s for header in batch) / len(batch),
+        reward_s=sum(header.reward_s for header in batch) / len(batch),
+        num_sampled=tokens,
+        num_trajectories=len(everyone),
+        tokens_by_age=tuple(sorted(tokens_by_age.items())),
+    )
+
+
+def reward_length_correlation(batch: Sequence[GroupHeader]) -> float:
+    """Pearson's, of reward and sampled tokens, both less their group's mean: neither the prompt nor its difficulty enters; 0 without a spread."""
+    rewards = [np.array([t.reward for t in header.trajectories]) for header in batch]
+    lengths = [np.array([float(t.num_sampled) for t in header.trajectories]) for header in batch]
+    reward = np.concatenate([each - each.mean() for each in rewards])
+    length = np.concatenate([each - each.mean() for each in lengths])
+    spread = float(np.sqrt((reward @ reward) * (length @ length)))
+    return float(reward @ length) / spread if spread > 0 else 0.0

@@ -1,0 +1,65 @@
+"""Bringing finished work home: one loop per episode worker.
+
+Consumes what a worker has finished; produces ready headers, or ends dispatches; a worker that dies is replaced and its dispatches fail.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from actors.ports import Fleet, WorkerPort
+from orchestrator.dispatch.admission import Admission
+from orchestrator.dispatch.book import Book
+from orchestrator.replicas.replicas import Replicas
+from rollout.episodes.worker import Outcome
+from rollout.errors import ProcessLostError
+from rollout.types.dispatch import Dispatch, Ending, FailReason, RejectReason
+from rollout.types.trajectory import GroupHeader
+
+
+class Collection:
+    """The collection loops of all episode workers."""
+
+    def __init__(self, *, fleet: Fleet, replicas: Replicas, book: Book, admission: Admission, max_attempts: int) -> None:
+        self._fleet = fleet
+        self._replicas = replicas
+        self._book = book
+        self._admission = admission
+        self._max_attempts = max_attempts
+        self.restarts = 0
+        self.check_engines: Callable[[], Awaitable[None]] | None = None
+        """Awaited when an engine failed a group, before its capacity comes back: a dead replica must get no more work until the next health check."""
+
+    async def run(self, index: int) -> None:
+        """Collect from worker `index` for ever, replacing it when it dies; ends by cancellation."""
+        while True:
+            worker = await self._fleet.new_worker(index)
+            try:
+                await self._replicas.attach(worker)
+                self._admission.workers[index] = worker
+                self._book.ring()
+                while True:
+                    await self._take(await worker.collect())
+            except ProcessLostError as error:
+                await self._replace(index, worker, str(error))
+
+    async def _replace(self, index: int, worker: WorkerPort, detail: str) -> None:
+        self._admission.workers.pop(index, None)
+        self._replicas.detach(worker)
+        self.restarts += 1
+        await worker.kill()
+        await self._book.store.record_event("worker_lost", {"worker": index, "detail": detail})
+        await self._book.end([self._lost(dispatch, detail) for dispatch in self._book.of_worker(index)])
+
+    def _lost(self, dispatch: Dispatch, detail: str) -> Ending:
+        return Ending(dispatch_id=dispatch.dispatch_id, reason=FailReason.WORKER, detail=detail, readmit=dispatch.attempt < self._max_attempts)
+
+    async def _take(self, outcomes: Sequence[Outcome]) -> None:
+        tainted = self._book.finish(o for o in outcomes if isinstance(o, GroupHeader))
+        if tainted:
+            await self._book.reject(tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification")
+        endings = [o for o in outcomes if isinstance(o, Ending)]
+        if self.check_engines is not None and any(e.reason is FailReason.ENGINE for e in endings):
+            await self.check_engines()
+        if endings:
+            await self._book.end(endings)
+        if outcomes:
+            self._book.ring()

@@ -1,0 +1,1 @@
+"""The tasks of one run and the event loop that owns them."""

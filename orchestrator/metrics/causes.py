@@ -1,0 +1,105 @@
+"""What the doctor can find: every cause once, in causal order, with its layer of diagnosis."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """In causal order: where several hold, the one further up is looked at first."""
+
+    EVALUATION_CHANGED = "evaluation_changed"
+    """Two evaluations had different configurations: their scores cannot be compared."""
+    TRAIN_EVAL_OVERLAP = "train_eval_overlap"
+    """Prompts of the evaluation are also trained on."""
+    DUPLICATE_PROMPTS = "duplicate_prompts"
+    """Prompts come more than once in one pass."""
+    ENVIRONMENT_FAILURES = "environment_failures"
+    """Environments fail, or prompts do not fit the context."""
+    REWARD_FAILURES = "reward_failures"
+    """The reward function raises, times out, or returns no number."""
+    REWARD_INVERTED = "reward_inverted"
+    """The training reward rises while the evaluation falls, and no growth of length explains it."""
+    LENGTH_REWARD = "length_reward"
+    """The reward follows the length of the answer instead of its quality."""
+    LENGTH_GROWTH = "length_growth"
+    """Answers grow, and too few evaluations say whether for the better."""
+    EASY_PROMPTS = "easy_prompts"
+    """The trained prompts are solved by nearly every sample, those of the evaluation are not: nothing is left to learn from."""
+    HARD_PROMPTS = "hard_prompts"
+    """Nearly no sample of a trained prompt is right: nothing can be learned."""
+    WRONG_DIFFICULTY = "wrong_difficulty"
+    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the reward does not rise, else `info`."""
+    FLAT_REWARD = "flat_reward"
+    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers apart."""
+    GROUPS_ALIKE = "groups_alike"
+    """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a batch."""
+    REWARD_DETACHED = "reward_detached"
+    """The training reward rises and the evaluation does not."""
+    SOLVED = "solved"
+    """Entropy falls because most groups are solved: what learning looks like near its end."""
+    POLICY_COLLAPSE = "policy_collapse"
+    """KL rises and entropy falls together (`info` while the reward rises with it), or the reward is lost in a leap of KL: the policy moves too far a step."""
+    NON_FINITE = "non_finite"
+    """A loss, gradient or parameter is not finite."""
+    BLOCK_IMBALANCE = "block_imbalance"
+    """One block's gradient norm leaves its own history while the others keep theirs."""
+    GRADIENT_SPIKE = "gradient_spike"
+    """The gradient norm jumps far above its own history."""
+    ATTENTION_LOGITS = "attention_logits"
+    """Attention logits above 100."""
+    GRADIENT_COLLAPSE = "gradient_collapse"
+    """The gradient norm falls to nearly nothing although groups still differ in reward."""
+    TOKENIZER = "tokenizer"
+    """Engine and trainer disagree about tokens."""
+    LOGPROB_SEMANTICS = "logprob_semantics"
+    """The engine's log-probs belong to another distribution than they say."""
+    WEIGHT_SYNC = "weight_sync"
+    """A replica computes with other weights than those published."""
+    VERSION_TAG = "version_tag"
+    """Tokens carry the version of other weights than those that sampled them."""
+    ROUTING = "routing"
+    """Engine and trainer choose other experts."""
+    PRECISION = "precision"
+    """Engine and trainer compute in other number formats."""
+    STALE_KV = "stale_kv"
+    """Keys and values that older weights wrote are read after an update."""
+    LOW_PROBABILITY_TAIL = "low_probability_tail"
+    """A few unlikely tokens differ; the mean is fine."""
+    UNKNOWN_GAP = "unknown_gap"
+    """Engine and trainer differ, and no known cause explains it."""
+    GAP_DRIFT = "gap_drift"
+    """The gap between engine and trainer grows from version to version."""
+    ROUTING_INCOMPLETE = "routing_incomplete"
+    """Routing that was asked for does not arrive."""
+    ENGINE_FAILURES = "engine_failures"
+    """Requests fail in an engine."""
+    REPLICA_FAILURES = "replica_failures"
+    """Engine replicas are lost and restarted."""
+    REWARD_WORKER = "reward_worker"
+    """Reward workers die while they judge."""
+    WORKER_LOST = "worker_lost"
+    """Episode workers or consistency services are lost and replaced."""
+    SLOW_REPLICA = "slow_replica"
+    """One replica takes much longer for its groups than the others."""
+    STALE_WORK = "stale_work"
+    """Much of what engines produce is too old to be trained on."""
+
+
+FIRST_OF_LAYER: tuple[tuple[Cause, int], ...] = (
+    (Cause.EVALUATION_CHANGED, 1),
+    (Cause.POLICY_COLLAPSE, 2),
+    (Cause.NON_FINITE, 3),
+    (Cause.TOKENIZER, 4),
+)
+"""Layers of diagnosis are stretches of the causal order: 1 data and reward, 2 policy, 3 numerical updates, 4 training system."""
+RANK: Mapping[Cause, int] = {cause: place for place, cause in enumerate(Cause)}
+LAYER: Mapping[Cause, int] = {cause: max(layer for first, layer in FIRST_OF_LAYER if RANK[first] <= RANK[cause]) for cause in Cause}
+DISAGREEMENT: frozenset[Cause] = frozenset(
+    cause for cause in Cause if RANK[Cause.TOKENIZER] <= RANK[cause] <= RANK[Cause.GAP_DRIFT]
+)
+"""Causes under which engine and trainer do not compute the same: KL, entropy and ratios then say nothing of the policy."""
+
+
+
+
+

@@ -1,0 +1,110 @@
+"""`events.jsonl` read on from where the last look ended: events of the run with their place, and how many dispatches had ended so by then.
+
+A line that is being written waits for the next look; one that is no event is counted, and the rest is read.
+"""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from orchestrator.run_dir.lineage import Lineage
+from orchestrator.run_dir.record import RunEvent
+from rollout.store.sqlite.journal import EventKind
+from rollout.types.weights import PolicyVersion
+
+OF_ONE_DISPATCH = frozenset(
+    str(kind)
+    for kind in EventKind
+    if kind
+    not in (EventKind.EPOCH_OPENED, EventKind.STEP_COMMITTED, EventKind.STEP_TAKEN_BACK, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED)
+)
+"""Kinds that no rule reads and no page draws one by one."""
+ENDED = frozenset(map(str, (EventKind.FAILED, EventKind.REJECTED)))
+"""Of those, what is counted by its reason."""
+OF_A_STEP = frozenset(("evaluation", "step_skipped", "gradloc"))
+"""Kinds that tell of one version: they count while its step does."""
+_KIND = re.compile(rb'"kind":\s*"([^"]*)"')
+
+
+class EventLog:
+    """One file; `read` takes what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._number = 0
+        self._at_s = 0.0
+        self._epoch = 0
+        self._events: list[tuple[int, RunEvent]] = []
+        self._counts: Counter[str] = Counter()
+        self._counts_at: dict[int, Mapping[str, float]] = {}
+        self._broken: list[int] = []
+        self.version = 0
+        """The trainer's, after the newest step that was committed."""
+        self.resumed: dict[int, int] = {}
+        """Trainer epoch -> version from which it went on."""
+
+    def read(self) -> None:
+        """Take what is new."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                begin, self._offset = self._offset, self._offset + len(line)
+                kind = _KIND.search(line)
+                if kind is not None and (name := kind.group(1).decode(errors="replace")) in OF_ONE_DISPATCH and name not in ENDED:
+                    continue
+                try:
+                    self._take(cast("dict[str, Any]", json.loads(line)))
+                except (ValueError, KeyError, TypeError):
+                    self._broken.append(begin)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        number, at_s, kind = int(event["number"]), float(event["at_s"]), str(event["kind"])
+        if number <= self._number:
+            return  # after a crash the export repeats lines
+        if kind == EventKind.STEP_COMMITTED:
+            self.version = PolicyVersion.parse(str(event["policy"])).version
+            self._counts_at[self.version] = dict(self._counts)
+        elif kind == EventKind.EPOCH_OPENED:
+            self._epoch, self.version = int(event["trainer_epoch"]), int(event["resumed_version"])
+            self.resumed[self._epoch] = self.version
+        elif kind in ENDED:
+            self._counts[f"{kind}:{event.get('reason')}"] += 1
+        self._number, self._at_s = number, at_s
+        if kind not in OF_ONE_DISPATCH:
+            fields = {key: value for key, value in event.items() if key not in ("number", "at_s", "kind") and isinstance(value, str | int | float | None)}
+            self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
+
+    def all(self, lineage: Lineage) -> list[RunEvent]:
+        """In the order of their numbers, each once; what tells of a step that a resume took back is left out."""
+        return [event for epoch, event in self._events if event.kind not in OF_A_STEP or _counts(lineage, epoch, event)]
+
+    def newest(self) -> str:
+        """When the newest event happened, in words; nothing before the first."""
+        return f", and its newest event is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._at_s))}" if self._at_s else ""
+
+    def tally_at(self, step: int) -> Mapping[str, float]:
+        """Dispatches that had ended by the end of `step`, by `failed:REASON` and `rejected:REASON`."""
+        return dict(self._counts) if step >= self.version else self._counts_at.get(step, {})
+
+    def notes(self) -> list[str]:
+        """What could not be read."""
+        if not self._path.is_file():
+            return [f"{self._path.name} is missing: failures, evaluations, versions and findings of the consistency service are not seen"]
+        if not self._broken:
+            return []
+        lines = "1 line" if len(self._broken) == 1 else f"{len(self._broken)} lines"
+        return [f"{lines} of {self._path.name} cannot be read and {'is' if len(self._broken) == 1 else 'are'} left out (the first at byte {self._broken[0]})"]
+
+
+def _counts(lineage: Lineage, epoch: int, event: RunEvent) -> bool:
+    version = event.fields.get("version", event.fields.get("step"))
+    return not isinstance(version, int) or lineage.counts(epoch, version)

@@ -1,0 +1,188 @@
+"""The run directory: its layout, its creation, and what is kept in it. Everything but the logs is complete or absent."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config import RunConfig, parse_config
+from rollout.errors import UserError
+from rollout.store.sqlite.journal import FILE_NAME as EVENTS_FILE
+from rollout.store.sqlite.schema import FILE_NAME as STORE_FILE
+from rollout.types.weights import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths below `runs/NAME`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """The machine-readable result."""
+        return self.path / "summary.json"
+
+    @property
+    def weights(self) -> Path:
+        """One directory a published version."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def saved_steps(self) -> Path:
+        """One directory a step that was not applied, as many as are kept."""
+        return self.path / "saved_steps"
+
+    @property
+    def metrics(self) -> Path:
+        """Parquet parts, one row a step."""
+        return self.path / "metrics"
+
+    @property
+    def block_metrics(self) -> Path:
+        """Parquet parts, one row a step, block and signal."""
+        return self.path / "block_metrics"
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """Where Prometheus finds this run, in the form of its file-based service discovery."""
+        return self.path / "prometheus_targets.json"
+
+    @property
+    def gradloc(self) -> Path:
+        """One file a step whose gradient was searched."""
+        return self.path / "gradloc"
+
+    @property
+    def histograms(self) -> Path:
+        """Parquet parts: values by bucket of some steps."""
+        return self.path / "histograms"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Where Weights & Biases keeps what it has of this run."""
+        return self.path / "wandb"
+
+    @property
+    def store(self) -> Path:
+        """The trajectory store's database."""
+        return self.path / STORE_FILE
+
+    @property
+    def events(self) -> Path:
+        """The numbered events of the store, one JSON object a line."""
+        return self.path / EVENTS_FILE
+
+    @property
+    def report(self) -> Path:
+        """The run's page for people."""
+        return self.path / "report.html"
+
+    @property
+    def stacks(self) -> Path:
+        """Stack dumps of actors."""
+        return self.path / "stacks"
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face layout, once the run has finished."""
+        return self.path / "export"
+
+    def weights_of(self, policy: PolicyVersion) -> Path:
+        """Directory of one published version."""
+        return self.weights / policy.key
+
+    def checkpoint_of(self, policy: PolicyVersion) -> Path:
+        """Directory of one checkpoint."""
+        return self.checkpoints / policy.key
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file that is either complete or absent (temporary name, fsync, rename)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def refuse_taken_name(config: RunConfig) -> None:
+    """Say that the run's name is taken before any work is done for it; the run directory's creation says it again, for two that start together.
+
+    Raises:
+        UserError: the name exists.
+    """
+    path = (config.run.dir / config.run.name).absolute() if config.run.name else None
+    if path is not None and path.exists():
+        raise _taken(path)
+
+
+def _taken(path: Path) -> UserError:
+    return UserError(f"run {path.name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name")
+
+
+def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
+    """Make the directory of a new run and write its config.
+
+    Raises:
+        UserError: the name exists, or the directory cannot be written.
+    """
+    name = config.run.name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = (config.run.dir / name).absolute()
+    try:
+        if path.parent.exists() and not path.parent.is_dir():
+            raise UserError(f"run.dir is {config.run.dir}, which is a file; set it to a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        run = RunDir(path)
+        write_atomic(run.config, config.model_dump_json(indent=2) + "\n")
+    except FileExistsError as cause:
+        raise _taken(path) from cause
+    except OSError as cause:
+        raise UserError(f"cannot write the run directory {path}: {cause.strerror}; set run.dir to a writable folder with free space") from cause
+    return run
+
+
+def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
+    """The directory of an existing run, and its config after `overrides`.
+
+    Raises:
+        UserError: there is no run, another version of Concord wrote it, or an override does not fit.
+    """
+    run = RunDir(path.absolute())
+    try:
+        document = json.loads(run.config.read_text())
+    except (OSError, ValueError) as cause:
+        raise UserError(f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` printed") from cause
+    try:
+        config = parse_config(document, str(run.config))
+    except UserError as cause:
+        raise UserError(f"another version of Concord wrote {path}, or its config was edited; open it with the version that wrote it\n{cause}") from cause
+    return run, parse_config(document, str(run.config), overrides) if overrides else config
+
+
+def prune_weights(run: RunDir, keep: Iterable[PolicyVersion]) -> None:
+    """Remove published versions but those in `keep` and version 0."""
+    kept = {policy.key for policy in keep}
+    for directory in run.weights.glob("e*-v*"):
+        if directory.name not in kept and PolicyVersion.parse(directory.name).version != 0:
+            shutil.rmtree(directory)

@@ -1,0 +1,106 @@
+"""One run directory, read again and again: metric parts, block parts and events, each only once. Never writes, never opens the store for writing.
+
+What is missing is told, never guessed: a run that still goes on has rows in memory that no part holds yet.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from orchestrator.run_dir.events import EventLog
+from orchestrator.run_dir.histograms import Histograms, read_histograms
+from orchestrator.run_dir.layout import RunDir
+from orchestrator.run_dir.lineage import Lineage
+from orchestrator.run_dir.record import Record, measured
+from orchestrator.run_dir.rows import BlockRows, StepRows
+from rollout.errors import StoreError, StoreVersionError, UserError, boundary
+from rollout.store.sqlite.schema import open_for_reading
+
+PARTS = "a part is written every 50 steps, at every checkpoint, and when the loop ends"
+
+
+class RunReader:
+    """`read` answers with what there is by now."""
+
+    def __init__(self, path: Path) -> None:
+        """Check that it is a run that this version can read.
+
+        Raises:
+            UserError: no run, or one of a newer format.
+        """
+        self.run = RunDir(path.absolute())
+        self._wanted = _wanted_steps(self.run)
+        self._store = _store_trouble(self.run)
+        self._events, self._rows, self._blocks = EventLog(self.run.events), StepRows(self.run.metrics), BlockRows(self.run.block_metrics)
+        self._lineage = Lineage({})
+
+    def read(self) -> tuple[Record, tuple[str, ...]]:
+        """The record, and what it lacks, in words."""
+        ended = self.run.summary.is_file()  # asked first: what a run writes before its summary is then read below
+        for source in (self._events, self._rows, self._blocks):
+            source.read()
+        ending = self._ending(ended=ended)
+        lineage = self._lineage = self._rows.lineage(self._events.resumed)
+        columns = self._rows.all(lineage)
+        steps = columns.get("step", np.empty(0)).astype(np.int64)
+        tallies = [self._events.tally_at(step) for step in steps.tolist()]
+        kinds = sorted({kind for tally in tallies for kind in tally})
+        record = Record(
+            steps=steps,
+            columns=measured(columns),
+            blocks=self._blocks.all(steps, lineage),
+            tallies={kind: np.array([tally.get(kind, 0.0) for tally in tallies]) for kind in kinds},
+            events=tuple(self._events.all(lineage)),
+        )
+        files = (*self._events.notes(), *self._rows.notes(), *self._blocks.notes())
+        return record, (*ending, *self._behind(record), *files, *self._store)
+
+    def histograms(self) -> Histograms:
+        """What was counted by bucket in the steps of the record that was read last."""
+        return read_histograms(self.run.histograms, self._lineage)
+
+    def _behind(self, record: Record) -> list[str]:
+        version = self._events.version
+        if version > record.last_step:
+            steps = f"step {version} is" if version == record.last_step + 1 else f"steps {record.last_step + 1} to {version} are"
+            return [f"{steps} in no metric part yet ({PARTS})"]
+        return [] if record.steps.size else [f"there is no metric part yet: no series is seen ({PARTS})"]
+
+    def _ending(self, *, ended: bool) -> list[str]:
+        """How the run stands, where it has not finished."""
+        run = self.run
+        if not ended:
+            return [f"there is no summary.json: the run still goes on, or an error ended it{self._events.newest()}"]
+        try:
+            version = json.loads(run.summary.read_bytes())["version"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ["summary.json cannot be read: how the run ended is not known"]
+        return [] if self._wanted in (None, version) else [f"the run was stopped after step {version} of {self._wanted}"]
+
+
+def _wanted_steps(run: RunDir) -> int | None:
+    """`run.steps` of the config; None where another version wrote it otherwise."""
+    if not run.config.is_file():
+        raise UserError(f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed")
+    with boundary(UserError, f"{run.config} is no JSON; restore it"):
+        config: object = json.loads(run.config.read_bytes())
+    if not isinstance(config, dict):
+        raise UserError(f"{run.config} holds {type(config).__name__}, expected the sections of a config; restore it")
+    section = cast("dict[str, Any]", config).get("run")
+    steps: object = cast("dict[str, Any]", section).get("steps") if isinstance(section, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _store_trouble(run: RunDir) -> tuple[str, ...]:
+    """Why the store cannot be opened, where it cannot: rows and events are read all the same."""
+    if not run.store.exists():
+        return ()
+    try:
+        open_for_reading(run.store).close()
+    except StoreVersionError as error:
+        raise UserError(str(error)) from error
+    except StoreError as error:
+        return (f"the store cannot be read: {error}",)
+    return ()

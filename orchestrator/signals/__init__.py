@@ -1,0 +1,1 @@
+"""The state of the loop, reduced to the declared metrics."""

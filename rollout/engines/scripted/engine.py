@@ -1,0 +1,308 @@
+"""A seeded fake engine: a sample occupies a slot for a drawn latency and returns drawn tokens. It needs numpy only.
+
+It owns slots, pauses and version spans in the same way as a real engine: a sample that a weight update interrupts has the
+share of its tokens that fits its elapsed time under the old version, and the rest under the new one. With latency 0 a
+request is answered within the call, without timers.
+"""
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import ScriptedConfig
+from rollout.engines.scripted.clock import Clock, LoopClock
+from rollout.engines.scripted.samples import SampleScript, ScriptedRequest, ScriptedSample
+from rollout.errors import EngineError
+from rollout.published.digests import manifest_digest
+from rollout.published.manifest import digest_directory
+from rollout.types.engine_identity import EngineIdentity
+from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.types.protocols import EngineLoad
+from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics
+from rollout.types.weights import ApplyReport, WeightManifest
+
+
+class ScriptedEngine:
+    """See the module."""
+
+    def __init__(self, config: ScriptedConfig, identity: EngineIdentity, clock: Clock | None = None, shortest: int | None = None) -> None:
+        """One replica.
+
+        Args:
+            config: slots, latency and vocabulary.
+            identity: the replica's.
+            clock: the event loop's by default.
+            shortest: samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token; None: all have `max_new_tokens`.
+        """
+        self._config, self._identity = config, identity
+        self._clock: Clock = clock or LoopClock()
+        self._script = SampleScript(config, identity, shortest)
+        self._manifest: WeightManifest | None = None
+        self._digest = ""
+        self._requests: dict[str, ScriptedRequest] = {}
+        self._waiting: deque[ScriptedSample] = deque()
+        self._occupied: set[ScriptedSample] = set()
+        self._paused_at_s: float | None = None
+        self._pause_mode = PauseMode.RECOMPUTE
+        self._draining: set[str] = set()
+        self._drained: asyncio.Event = asyncio.Event()
+        self._stopped = False
+        self._busy_s, self._busy_since_s = 0.0, 0.0
+        self._generated_tokens = 0
+
+    async def start(self, manifest: WeightManifest) -> EngineTag:
+        """Take the manifest's label; with files, read and hash them."""
+        self._digest, self._manifest = await asyncio.to_thread(_received_digest, manifest), manifest
+        return await self.tag()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Sample; see the protocol."""
+        async for chunk in self._serve(request, 0):
+            yield chunk
+
+    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+        """Continue one sample; `max_new_tokens` counts `produced`. The same key gives the same continuation."""
+        if request.num_samples != 1:
+            raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
+        async for chunk in self._serve(request, produced.size):
+            yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        """End a request's samples where they stand."""
+        record = self._requests.get(request_id)
+        if record is None:
+            return
+        for sample in [s for s in record.samples if s.length]:
+            self._freeze(sample)
+            self._finish(sample, FinishReason.ABORT)
+        self._fill_slots(self._clock.now())
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The canary's log-probs for the canary, else drawn from the ids and the weights' digest."""
+        canary = self._served().canary
+        if np.array_equal(canary.token_ids, token_ids):
+            return canary.logprobs.copy()
+        key = int.from_bytes(hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little")
+        return self._script.score(key, token_ids.size - 1)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze running samples, or for DRAIN let all accepted requests finish. A second pause changes nothing."""
+        if self._paused_at_s is not None:
+            return
+        self._pause_mode = mode
+        self._paused_at_s = self._clock.now()
+        if mode is PauseMode.DRAIN:
+            self._draining = {request_id for request_id, record in self._requests.items() if record.live}
+            self._drained.clear()
+            if self._draining:
+                await self._drained.wait()
+            self._paused_at_s = self._clock.now()
+            return
+        for sample in list(self._occupied):
+            self._freeze(sample)
+        self._note_busy(was_busy=bool(self._occupied))
+
+    async def apply(self, manifest: WeightManifest) -> ApplyReport:
+        """Take over the label after `apply_s`; with files, answer the digest of the files' bytes.
+
+        Raises:
+            EngineError: the engine is not paused, or the files cannot be read.
+        """
+        if self._paused_at_s is None or self._draining:
+            raise EngineError(f"got weights {manifest.policy.key} while sampling; pause the engine first")
+        if self._config.apply_s:
+            await self._sleep(self._config.apply_s)
+        self._digest, self._manifest = await asyncio.to_thread(_received_digest, manifest), manifest
+        interrupted = len({s.request.request.request_id for s in self._occupied})
+        return ApplyReport(policy=manifest.policy, digest=self._digest, pause_s=self._clock.now() - self._paused_at_s, interrupted=interrupted)
+
+    async def resume(self) -> None:
+        """Start the clocks of frozen samples again and fill free slots."""
+        if self._paused_at_s is None:
+            return
+        self._paused_at_s, now_s = None, self._clock.now()
+        self._draining.clear()
+        self._busy_since_s = now_s
+        for sample in self._occupied:
+            self._run(sample, now_s)
+        self._fill_slots(now_s)
+
+    async def tag(self) -> EngineTag:
+        """What this engine declares about itself."""
+        sampling = self._identity.sampling
+        return EngineTag(
+            engine="scripted",
+            engine_version="1",
+            replica=self._identity.replica,
+            weights_dtype=self._config.dtype,
+            kv_dtype=self._config.dtype,
+            quantization="none",
+            logprob_semantics=LogprobSemantics.PROCESSED,
+            kv_across_versions=self._config.kv_across_versions,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
+            chat_template_digest=self._identity.chat_template_digest,
+            weights_digest=self._digest,
+        )
+
+    async def healthy(self) -> bool:
+        """True between start and stop."""
+        return self._manifest is not None and not self._stopped
+
+    async def load(self) -> EngineLoad:
+        """Samples in slots and waiting; time with a sample in a slot, pauses apart."""
+        busy_s = self._busy_s
+        if self._occupied and not self._frozen:
+            busy_s += self._clock.now() - self._busy_since_s
+        return EngineLoad(running=len(self._occupied) + len(self._waiting), busy_s=busy_s, generated_tokens=self._generated_tokens)
+
+    async def stop(self) -> None:
+        """Fail what runs and refuse what comes."""
+        self._stopped = True
+        for record in list(self._requests.values()):
+            record.chunks.put_nowait([])
+        self._drained.set()
+
+    # --- serving -------------------------------------------------------------------------------------------------
+
+    def _served(self) -> WeightManifest:
+        if self._manifest is None or self._stopped:
+            raise EngineError(f"scripted engine {self._identity.replica} is not running; call start first")
+        return self._manifest
+
+    @property
+    def _frozen(self) -> bool:
+        return self._paused_at_s is not None and self._pause_mode is not PauseMode.DRAIN
+
+    async def _serve(self, request: GenerationRequest, first: int) -> AsyncIterator[TokenChunk]:
+        policy = self._served().policy
+        if request.request_id in self._requests:
+            raise EngineError(f"request {request.request_id} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
+        record = self._script.begin(request, first)
+        if self._paused_at_s is None and not self._config.latency_mean_s:
+            for sample in record.samples:
+                sample.spans.append((policy, first, sample.length))
+                self._generated_tokens += sample.length - first
+                for chunk in self._script.chunks(sample, None):
+                    yield chunk
+            return
+        self._requests[request.request_id] = record
+        self._waiting.extend(record.samples)
+        try:
+            self._fill_slots(self._clock.now())
+            for _ in record.samples:
+                chunks = await record.chunks.get()
+                if self._stopped:
+                    raise EngineError(f"request {request.request_id}: replica {self._identity.replica} was stopped while it ran")
+                for chunk in chunks:
+                    yield chunk
+        finally:
+            self._forget(record)
+
+    # --- slots ---------------------------------------------------------------------------------------------------
+
+    def _fill_slots(self, at_s: float) -> None:
+        """Start waiting samples, in order, at `at_s` (a slot that fell free in the past starts the next sample then)."""
+        if self._frozen:
+            return
+        held: list[ScriptedSample] = []
+        while self._waiting and len(self._occupied) < self._config.slots:
+            sample = self._waiting.popleft()
+            if self._paused_at_s is not None and sample.request.request.request_id not in self._draining:
+                held.append(sample)
+                continue
+            if not self._occupied:
+                self._busy_since_s = self._clock.now()
+            self._occupied.add(sample)
+            self._run(sample, at_s)
+        self._waiting.extendleft(reversed(held))
+
+    def _run(self, sample: ScriptedSample, at_s: float) -> None:
+        sample.started_s = at_s
+        due_s = at_s + sample.latency_s - sample.elapsed_s
+        sample.timer = self._clock.call_at(due_s, lambda: self._complete(sample, due_s))
+
+    def _complete(self, sample: ScriptedSample, due_s: float) -> None:
+        sample.timer = None
+        self._close_span(sample, sample.length)
+        self._finish(sample, None)
+        self._fill_slots(due_s)
+
+    def _freeze(self, sample: ScriptedSample) -> None:
+        """Stop a sample's clock and put the tokens that its time was enough for under the policy in force."""
+        if sample.started_s is None:
+            return
+        if sample.timer is not None:
+            sample.timer.cancel()
+        sample.elapsed_s = min(sample.latency_s, sample.elapsed_s + max(0.0, self._clock.now() - sample.started_s))
+        sample.started_s = sample.timer = None
+        share = sample.elapsed_s / sample.latency_s if sample.latency_s else 0.0
+        self._close_span(sample, sample.first + int(share * (sample.length - sample.first)))
+
+    def _close_span(self, sample: ScriptedSample, stop: int) -> None:
+        if stop > sample.done:
+            policy = self._served().policy
+            if sample.spans and sample.spans[-1][0] == policy:
+                sample.spans[-1] = (policy, sample.spans[-1][1], stop)
+            else:
+                sample.spans.append((policy, sample.done, stop))
+            sample.done = stop
+
+    def _finish(self, sample: ScriptedSample, finish: FinishReason | None) -> None:
+        if finish is FinishReason.ABORT and not sample.spans:
+            sample.spans.append((self._served().policy, sample.first, sample.first))
+        self._leave(sample)
+        sample.request.live -= 1
+        chunks = self._script.chunks(sample, finish)
+        self._generated_tokens += sum(chunk.token_ids.size for chunk in chunks)
+        sample.request.chunks.put_nowait(chunks)
+        sample.length = 0  # finished: abort and forget pass it over
+        if not sample.request.live:
+            self._note_drained(sample.request)
+
+    def _forget(self, record: ScriptedRequest) -> None:
+        for sample in [s for s in record.samples if s.length]:
+            if sample.timer is not None:
+                sample.timer.cancel()
+            self._leave(sample)
+            sample.length = 0
+        del self._requests[record.request.request_id]
+        self._note_drained(record)
+        if not self._stopped:
+            self._fill_slots(self._clock.now())
+
+    def _note_drained(self, record: ScriptedRequest) -> None:
+        self._draining.discard(record.request.request_id)
+        if not self._draining:
+            self._drained.set()
+
+    def _leave(self, sample: ScriptedSample) -> None:
+        if sample in self._occupied:
+            self._occupied.remove(sample)
+            self._note_busy(was_busy=not self._occupied and not self._frozen)
+        elif sample in self._waiting:
+            self._waiting.remove(sample)
+
+    def _note_busy(self, *, was_busy: bool) -> None:
+        """The engine falls idle now: add the time since it became busy."""
+        if was_busy:
+            self._busy_s += self._clock.now() - self._busy_since_s
+
+    async def _sleep(self, seconds: float) -> None:
+        woken = asyncio.Event()
+        self._clock.call_at(self._clock.now() + seconds, woken.set)
+        await woken.wait()
+
+
+def _received_digest(manifest: WeightManifest) -> str:
+    """Digest over the bytes in the manifest's directory; a manifest without bytes is taken at its word."""
+    if not manifest.num_bytes:
+        return manifest_digest(manifest.tensors)
+    return manifest_digest(digest_directory(Path(manifest.location)))

@@ -1,0 +1,114 @@
+"""The samples of the scripted engine's requests: how long, for how long, which tokens. It knows no slots and no clock."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import ScriptedConfig
+from rollout.engines.sampling.draw_keys import sample_keys
+from rollout.engines.scripted.clock import Timer
+from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
+from rollout.errors import UserError
+from rollout.types.engine_identity import EngineIdentity
+from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.trajectory import FinishReason
+from rollout.types.weights import PolicyVersion
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedSample:
+    """One sample on its way through a slot."""
+
+    request: "ScriptedRequest"
+    index: int
+    bits: int
+    """Its draws."""
+    first: int
+    """Tokens that it had before this request (`resume_from`)."""
+    length: int
+    """Tokens of the whole sample."""
+    latency_s: float
+    elapsed_s: float = 0.0
+    """Time spent in a slot before the newest start."""
+    started_s: float | None = None
+    """When it last started; None while it waits or is frozen."""
+    done: int = 0
+    """Tokens sampled under policies that are in `spans`."""
+    spans: list[tuple[PolicyVersion, int, int]] = field(default_factory=list[tuple[PolicyVersion, int, int]])
+    timer: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedRequest:
+    """A request while it runs."""
+
+    request: GenerationRequest
+    limit: int
+    """Most tokens that a sample may have."""
+    samples: list[ScriptedSample]
+    chunks: asyncio.Queue[list[TokenChunk]]
+    """One entry a finished sample."""
+    live: int
+    """Samples that have not ended."""
+
+
+class SampleScript:
+    """Writes what a request's samples will be, and reads it out as chunks."""
+
+    def __init__(self, config: ScriptedConfig, identity: EngineIdentity, shortest: int | None) -> None:
+        """See `ScriptedEngine`."""
+        self._config, self._identity, self._shortest = config, identity, shortest
+        self._draws = ScriptedDraws(config.vocab_size, config.latency_mean_s, config.latency_sigma)
+
+    def begin(self, request: GenerationRequest, first: int) -> ScriptedRequest:
+        """The samples of a request that continues after `first` tokens.
+
+        Raises:
+            UserError: there is no room for a token.
+        """
+        longest = request.sampling.max_new_tokens
+        if self._config.max_model_len is not None:
+            longest = min(longest, self._config.max_model_len - request.prompt_ids.size)
+        if longest <= first:
+            raise UserError(
+                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave no room for a token"
+                f" (max_new_tokens {request.sampling.max_new_tokens}, context {self._config.max_model_len}); shorten the prompt or raise the limits"
+            )
+        record = ScriptedRequest(request, longest, [], asyncio.Queue(), request.num_samples)
+        for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
+            shortest = longest if self._shortest is None or request.sampling.ignore_eos else min(longest, max(self._shortest, first + 1))
+            bits = draw_bits(key)
+            length = longest if shortest == longest else self._draws.length(bits, shortest, longest)
+            latency_s = self._draws.latency_s(bits) * (length - first) / length if self._config.latency_mean_s else 0.0
+            record.samples.append(ScriptedSample(record, index, bits, first, length, latency_s, done=first))
+        return record
+
+    def chunks(self, sample: ScriptedSample, finish: FinishReason | None) -> list[TokenChunk]:
+        """One chunk a span; with `finish` None the length decides."""
+        request = sample.request.request
+        stops = finish is None and sample.length < sample.request.limit and bool(request.eos_ids)
+        reason = finish or (FinishReason.STOP if stops else FinishReason.LENGTH)
+        last = len(sample.spans) - 1
+        return [self._chunk(sample, span, reason if i == last else None) for i, span in enumerate(sample.spans)]
+
+    def score(self, key: int, count: int) -> NDArray[np.float32]:
+        """Log-probs [count] drawn from a key."""
+        return self._draws.logprobs(draw_bits(key), 0, count).copy()
+
+    def _chunk(self, sample: ScriptedSample, span: tuple[PolicyVersion, int, int], finish: FinishReason | None) -> TokenChunk:
+        policy, start, stop = span
+        request = sample.request.request
+        token_ids = self._draws.tokens(sample.bits, start, stop, request.eos_ids)
+        if finish is FinishReason.STOP:
+            token_ids = token_ids.copy()
+            token_ids[-1] = request.eos_ids[0]
+        return TokenChunk(
+            request_id=request.request_id,
+            sample_index=sample.index,
+            token_ids=token_ids,
+            logprobs=self._draws.logprobs(sample.bits, start, stop),
+            policy=policy,
+            finish_reason=finish,
+        )

@@ -1,0 +1,208 @@
+"""The in-process reference engine: Hugging Face causal LMs, batched KV-cached sampling, exact log-probs.
+
+It owns the asynchronous side: requests, their queues and their ends. The decoding itself runs on one thread
+(`torch_engine_thread`), so that the event loop stays free; there, `torch_engine_core` steps cohorts of rows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from rollout.config import TorchEngineConfig
+from rollout.engines.torch.core import DecodeCore, SampleDone
+from rollout.engines.torch.thread import DecodeThread
+from rollout.errors import ConcordError, EngineError, UserError
+from rollout.types.engine_identity import EngineIdentity
+from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
+from rollout.types.protocols import EngineLoad
+from rollout.types.trajectory import EngineTag, LogprobSemantics
+from rollout.types.weights import ApplyReport, WeightManifest
+
+T = TypeVar("T")
+
+
+class TorchEngine:
+    """See the module."""
+
+    def __init__(self, config: TorchEngineConfig, identity: EngineIdentity) -> None:
+        self._config, self._identity = config, identity
+        self._thread: DecodeThread | None = None
+        self._core: DecodeCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[list[TokenChunk] | ConcordError]] = {}
+        self._pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]] = []
+
+    async def start(self, manifest: WeightManifest) -> EngineTag:
+        """Build the model, load the weights, check the forward pass against the library's own."""
+        if self._thread is not None:
+            raise EngineError(f"torch engine {self._identity.replica} has been started before; build a new one")
+        self._loop = asyncio.get_running_loop()
+        config, identity = self._config, self._identity
+        self._thread = DecodeThread(lambda: DecodeCore(config, identity, manifest), self._from_thread, config.threads, deterministic=identity.deterministic)
+        self._core = await asyncio.wrap_future(self._thread.ready)
+        return await self.tag()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Sample; see the protocol."""
+        async for chunk in self._serve(request, None):
+            yield chunk
+
+    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+        """Continue one sample; `max_new_tokens` counts `produced`. The same key goes on with the same random numbers."""
+        if request.num_samples != 1:
+            raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
+        async for chunk in self._serve(request, produced):
+            yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        """End a request's samples where they stand."""
+        if request_id in self._queues:
+            self._deliver(await self._call(lambda core: core.abort(request_id)))
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Raw log-probs of given tokens, also while paused."""
+        return await self._call(lambda core: core.score(token_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop at the next token boundary, or for DRAIN when accepted requests have finished."""
+        await self._call(lambda core: core.pause(mode))
+        await asyncio.wrap_future(self._running_thread().drained())
+
+    async def apply(self, manifest: WeightManifest) -> ApplyReport:
+        """Load new weights; see the protocol. After an error that left some parameters old, the engine is unhealthy."""
+        try:
+            return await self._call(lambda core: core.apply(manifest))
+        except ConcordError as error:
+            if self._running_core().broken is not None:
+                self._refuse([(request_id, error) for request_id in self._queues])
+            raise
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._call(lambda core: core.resume())
+
+    async def tag(self) -> EngineTag:
+        """What this engine declares about itself."""
+        sampling, dtype = self._identity.sampling, self._config.dtype
+        return EngineTag(
+            engine="torch",
+            engine_version=f"torch {torch.__version__}, transformers {transformers.__version__}",
+            replica=self._identity.replica,
+            weights_dtype=dtype,
+            kv_dtype=dtype,
+            quantization="none",
+            logprob_semantics=LogprobSemantics.PROCESSED,
+            kv_across_versions=self._config.kv_across_versions,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
+            chat_template_digest=self._identity.chat_template_digest,
+            weights_digest=self._running_core().digest,
+        )
+
+    async def healthy(self) -> bool:
+        """Whether the decode thread lives and its weights are whole."""
+        return self._thread is not None and self._thread.alive and self._core is not None and self._core.broken is None
+
+    async def load(self) -> EngineLoad:
+        """Samples that have not ended, seconds spent in decode steps, tokens sampled."""
+        core = self._running_core()
+        return EngineLoad(running=core.num_samples, busy_s=self._running_thread().busy_s, generated_tokens=core.generated_tokens)
+
+    async def stop(self) -> None:
+        """End the decode thread; requests that still run fail."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+            self._deliver([])
+
+    # --- between the event loop and the thread --------------------------------------------------------------------
+
+    def _running_thread(self) -> DecodeThread:
+        if self._thread is None:
+            raise EngineError(f"torch engine {self._identity.replica} is not running; call start first")
+        return self._thread
+
+    def _running_core(self) -> DecodeCore:
+        if self._core is None:
+            raise EngineError(f"torch engine {self._identity.replica} is not running; call start first")
+        return self._core
+
+    async def _call(self, act: Callable[[DecodeCore], T]) -> T:
+        self._flush()
+        return await asyncio.wrap_future(self._running_thread().call(act))
+
+    async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> AsyncIterator[TokenChunk]:
+        self._running_core()
+        if request.request_id in self._queues:
+            raise EngineError(f"request {request.request_id} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        waiting = request.num_samples
+        self._enqueue(request, produced)
+        try:
+            while waiting:
+                item = await queue.get()
+                if isinstance(item, ConcordError):
+                    waiting = 0
+                    raise item
+                waiting -= 1
+                for chunk in item:
+                    yield chunk
+        finally:
+            del self._queues[request.request_id]
+            if waiting:
+                self._flush()
+                self._running_thread().call(lambda core: core.abort(request.request_id))
+
+    def _enqueue(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> None:
+        """Requests of one turn of the event loop go to the thread together, so that they share a prefill."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append((request, produced))
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._running_thread().call(lambda core: _submit_all(core, pending)).add_done_callback(lambda done: self._refuse_from_thread(done, pending))
+
+    def _refuse_from_thread(self, done: "Future[list[tuple[str, ConcordError]]]", pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]]) -> None:
+        error = done.exception()
+        refused = [(request.request_id, error) for request, _ in pending] if isinstance(error, ConcordError) else done.result()
+        if refused and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._refuse, refused)
+
+    def _refuse(self, refused: list[tuple[str, ConcordError]]) -> None:
+        for request_id, error in refused:
+            if request_id in self._queues:
+                self._queues[request_id].put_nowait(error)
+
+    def _from_thread(self, done: list[SampleDone]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, done)
+
+    def _deliver(self, done: list[SampleDone]) -> None:
+        """Hand ended samples to their requests; when the thread has ended, its failure to all that are left."""
+        for sample in done:
+            if sample.request_id in self._queues:
+                self._queues[sample.request_id].put_nowait(sample.chunks)
+        thread = self._thread
+        if thread is not None and not done and not thread.alive:
+            cause = thread.failure or "it was stopped"
+            self._refuse([(request_id, EngineError(f"request {request_id}: the torch engine ended: {cause}")) for request_id in self._queues])
+
+
+def _submit_all(core: DecodeCore, requests: list[tuple[GenerationRequest, NDArray[np.int32] | None]]) -> list[tuple[str, ConcordError]]:
+    """Queue what can be queued; the others with the reason."""
+    refused: list[tuple[str, ConcordError]] = []
+    for request, produced in requests:
+        try:
+            core.submit(request, produced)
+        except (UserError, EngineError) as error:
+            refused.append((request.request_id, error))
+    return refused

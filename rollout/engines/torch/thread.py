@@ -1,0 +1,129 @@
+"""The thread that decodes: runs commands between steps, and steps while there is work. It knows no event loop."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+
+from rollout.engines.torch.core import DecodeCore, SampleDone
+from rollout.errors import ConcordError, EngineError, boundary
+
+T = TypeVar("T")
+
+
+class _Command(Generic[T]):
+    """Something to do with the core between two steps, and where its outcome goes."""
+
+    def __init__(self, act: Callable[[DecodeCore], T]) -> None:
+        self.act, self.future = act, Future[T]()
+
+    def run(self, core: DecodeCore) -> None:
+        try:
+            with boundary(EngineError, "the torch engine failed (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)"):
+                self.future.set_result(self.act(core))
+        except ConcordError as error:
+            self.future.set_exception(error)
+
+
+class DecodeThread:
+    """Owns the core: nobody else touches it."""
+
+    def __init__(self, build: Callable[[], DecodeCore], deliver: Callable[[list[SampleDone]], None], num_threads: int, *, deterministic: bool) -> None:
+        """Start building the core.
+
+        Args:
+            build: makes the core, on this thread.
+            deliver: is told, on this thread, of samples that ended.
+            num_threads: compute threads of torch.
+            deterministic: use deterministic algorithms only.
+        """
+        self.ready: Future[DecodeCore] = Future()
+        self.failure: ConcordError | None = None
+        """What ended this thread, if something did."""
+        self.busy_s = 0.0
+        self._build, self._deliver, self._num_threads, self._deterministic = build, deliver, num_threads, deterministic
+        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._drains: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether commands are still served."""
+        return self.failure is None and self._thread.is_alive()
+
+    def call(self, act: Callable[[DecodeCore], T]) -> "Future[T]":
+        """Run `act` between two steps."""
+        command = _Command(act)
+        if self.alive:
+            self._commands.put(command)  # pyright: ignore[reportArgumentType]
+        else:
+            command.future.set_exception(EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica"))
+        return command.future
+
+    def drained(self) -> "Future[None]":
+        """Done when a pause has taken effect."""
+        future: Future[None] = Future()
+        self.call(lambda _: self._drains.append(future))
+        return future
+
+    def stop(self) -> None:
+        """End after the current step; commands that still wait fail."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1 if self._deterministic else self._num_threads)
+        if self._deterministic:
+            torch.use_deterministic_algorithms(mode=True)
+        try:
+            with boundary(EngineError, "the torch engine could not start"):
+                core = self._build()
+        except ConcordError as error:
+            self.failure = error
+            self.ready.set_exception(error)
+            return
+        self.ready.set_result(core)
+        try:
+            with boundary(EngineError, "the torch engine failed in a decode step (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)"):
+                self._serve(core)
+        except ConcordError as error:
+            self.failure = error
+        self._fail_waiting()
+
+    def _serve(self, core: DecodeCore) -> None:
+        while self._run_commands(core):
+            if core.can_step:
+                started_s = time.monotonic()
+                done = core.step()
+                self.busy_s += time.monotonic() - started_s
+                if done:
+                    self._deliver(done)
+            if self._drains and core.sampling_has_stopped:
+                core.note_pause()
+                for future in self._drains:
+                    future.set_result(None)
+                self._drains.clear()
+
+    def _run_commands(self, core: DecodeCore) -> bool:
+        """Run what waits, waiting for something when there is nothing to step; False when told to stop."""
+        while not (self._commands.empty() and (core.can_step or self._drains)):
+            command = self._commands.get()
+            if command is None:
+                return False
+            command.run(core)
+        return True
+
+    def _fail_waiting(self) -> None:
+        error = EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica")
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.future.set_exception(error)
+        for future in self._drains:
+            future.set_exception(error)
+        self._deliver([])

@@ -1,0 +1,1 @@
+"""The vLLM engine: its process, requests, weight updates and routing, behind the `Engine` protocol."""

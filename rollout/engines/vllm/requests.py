@@ -1,0 +1,192 @@
+"""Between Concord's requests and vLLM's: sampling parameters going in, chunks cut by vLLM's own version spans coming out.
+
+It knows no engine process and no weights. vLLM is imported when a function is called, after the engine has set the environment.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engines.vllm.routing import trace_of
+from rollout.errors import EngineError, UserError
+from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.trajectory import FinishReason
+from rollout.types.weights import PolicyVersion
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import TokensInput
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+Policies = Mapping[str, PolicyVersion]
+"""Every policy that an engine has served, by label."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One vLLM request: all samples of a request without seeds, or one sample with its seed."""
+
+    key: str
+    """vLLM's request id."""
+    first_sample: int
+    prompt: "TokensInput"
+    params: "SamplingParams"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the served model can take."""
+
+    context_tokens: int
+    vocab_size: int
+    expert_layers: tuple[int, ...] = ()
+    """Layers whose routing is returned with a sample; empty: none is asked for."""
+
+
+def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Limits) -> list[Part]:
+    """The vLLM requests that answer `request` after `produced` tokens; one with `n` samples, or with seeds one a sample.
+
+    Raises:
+        UserError: an id is outside the vocabulary, or no token fits into `max_new_tokens` or the context.
+    """
+    from vllm.inputs.engine import tokens_input
+
+    ids = np.concatenate([request.prompt_ids, produced])
+    check_ids(ids, limits, f"request {request.request_id}")
+    room = min(request.sampling.max_new_tokens - produced.size, limits.context_tokens - ids.size)
+    if room < 1:
+        raise UserError(
+            f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {produced.size} produced ones leave no room for a token"
+            f" (max_new_tokens {request.sampling.max_new_tokens}, context {limits.context_tokens}); shorten the prompt or raise the limits"
+        )
+    prompt = tokens_input(ids.tolist())
+    if not request.seeds:
+        return [Part(request.request_id, 0, prompt, _params(request, room, request.num_samples, None))]
+    return [Part(f"{request.request_id}#{index}", index, prompt, _params(request, room, 1, seed)) for index, seed in enumerate(request.seeds)]
+
+
+def scoring_params() -> "SamplingParams":
+    """Raw log-probs of a prompt: vLLM takes them before temperature and truncation in every mode."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
+    """Refuse ids that have no row in the embedding: vLLM's core process would die of them.
+
+    Raises:
+        UserError: there is one.
+    """
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        raise UserError(f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the tokenizer that belongs to it")
+
+
+def chunks_of(
+    request_id: str, part: Part, output: "RequestOutput", policies: Policies, now: PolicyVersion, layers: tuple[int, ...] = ()
+) -> list[TokenChunk]:
+    """The chunks of one finished vLLM request.
+
+    Args:
+        request_id: Concord's id of the request.
+        part: what was asked.
+        output: vLLM's final output.
+        policies: every policy that this engine has served, by label.
+        now: the policy in force; it labels a sample that was aborted before its first token.
+        layers: those with experts, where routing is asked for.
+
+    Raises:
+        EngineError: tokens without a known label, without log-probs, or a sample that ended for no reason known here.
+    """
+    chunks: list[TokenChunk] = []
+    for completion in output.outputs:
+        mine = _chunks(request_id, part.first_sample + completion.index, completion, policies, now)
+        if layers:
+            rows = len(part.prompt["prompt_token_ids"]) + len(completion.token_ids) - 1
+            mine[-1] = replace(mine[-1], routing=trace_of(completion.routed_experts, rows, layers))
+        chunks += mine
+    return chunks
+
+
+def aborted_chunks(request_id: str, part: Part, now: PolicyVersion) -> list[TokenChunk]:
+    """Empty samples of a part that was aborted before it was asked."""
+    ids, logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    samples = range(part.first_sample, part.first_sample + part.params.n)
+    return [
+        TokenChunk(request_id=request_id, sample_index=sample, token_ids=ids, logprobs=logprobs, policy=now, finish_reason=FinishReason.ABORT)
+        for sample in samples
+    ]
+
+
+def _chunks(request_id: str, sample: int, completion: "CompletionOutput", policies: Policies, now: PolicyVersion) -> list[TokenChunk]:
+    what = f"request {request_id}, sample {sample}"
+    finish = _FINISH.get(completion.finish_reason or "")
+    if finish is None:
+        raise EngineError(f"{what}: vLLM ended it with reason {completion.finish_reason!r}; expected one of {', '.join(_FINISH)}")
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    logprobs = _flat_logprobs(completion, what)
+    if logprobs.size != token_ids.size:
+        raise EngineError(f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected one each")
+    spans = _spans(completion, token_ids.size, policies, what) or [(now, 0, 0)]
+    return [
+        TokenChunk(
+            request_id=request_id,
+            sample_index=sample,
+            token_ids=token_ids[start:end],
+            logprobs=logprobs[start:end],
+            policy=policy,
+            finish_reason=finish if end == token_ids.size else None,
+        )
+        for policy, start, end in spans
+    ]
+
+
+def _spans(completion: "CompletionOutput", num_tokens: int, policies: Policies, what: str) -> list[tuple[PolicyVersion, int, int]]:
+    spans: list[tuple[PolicyVersion, int, int]] = []
+    position = 0
+    for span in completion.weight_versions or ():
+        policy = policies.get(span.version)
+        if policy is None:
+            served = ", ".join(sorted(policies))
+            raise EngineError(f"{what}: tokens {span.start} to {span.end} carry the label {span.version!r}; this engine has served {served}")
+        if span.start != position or span.end <= position:
+            raise EngineError(f"{what}: version spans {completion.weight_versions} leave a gap or overlap at token {position}")
+        spans.append((policy, span.start, span.end))
+        position = span.end
+    if position != num_tokens:
+        raise EngineError(f"{what}: version spans cover {position} of {num_tokens} tokens; every token must carry the policy that sampled it")
+    return spans
+
+
+def _flat_logprobs(completion: "CompletionOutput", what: str) -> NDArray[np.float32]:
+    from vllm.logprobs import FlatLogprobs
+
+    if completion.logprobs is None and not completion.token_ids:
+        return np.zeros(0, dtype=np.float32)
+    if not isinstance(completion.logprobs, FlatLogprobs):
+        raise EngineError(f"{what}: vLLM answered log-probs of type {type(completion.logprobs).__name__}; expected FlatLogprobs")
+    return np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+
+
+def _params(request: GenerationRequest, room: int, num_samples: int, seed: int | None) -> "SamplingParams":
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        n=num_samples,
+        seed=seed,
+        max_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=None if sampling.ignore_eos else list(request.eos_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,136 @@
+"""Runs many episodes at once: dispatches in, durable groups or endings out.
+
+It owns the episodes' deadlines and the batching of puts: groups that finish while a put is under way go together in the next. It must not
+know admission, staleness or training, nor where engines, rewards and store live.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollout.episodes.episode import EpisodeSettings, Judge, run_group
+from rollout.episodes.failure import EpisodeFailure
+from rollout.errors import ConcordError, boundary
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.transport.mailbox import COLLECT_WAIT_S
+from rollout.types.codec import encode
+from rollout.types.dispatch import Dispatch, Ending, FailReason
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import Engine, Env, Store
+from rollout.types.trajectory import EncodedGroup, EngineTag, GroupHeader
+
+Outcome: TypeAlias = GroupHeader | Ending
+"""How a dispatch came back: durable in the store, or with the reason why not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What an episode worker is told once."""
+
+    episode: EpisodeSettings
+    deadline_s: float
+    """For one group."""
+    max_attempts: int
+    """A prompt whose dispatch fails comes again up to this many attempts."""
+
+
+class EpisodeWorker:
+    """One worker, on one event loop."""
+
+    def __init__(
+        self, *, store: Store, score: Judge, tokenizer: Tokenizer, make_envs: Callable[[Prompt, int], Sequence[Env]], settings: WorkerSettings
+    ) -> None:
+        self._store = store
+        self._score = score
+        self._tokenizer = tokenizer
+        self._make_envs = make_envs
+        self._settings = settings
+        self._engines: dict[int, tuple[Engine, EngineTag]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unput: list[EncodedGroup] = []
+        self._putting: asyncio.Task[None] | None = None
+        self._outcomes: list[Outcome] = []
+        self._bell = asyncio.Event()
+        self._broken: ConcordError | None = None
+
+    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
+        """From now on, dispatches for `slot` go to `engine`."""
+        self._engines[slot] = (engine, tag)
+
+    def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        """Start an episode for each dispatch."""
+        for dispatch in dispatches:
+            task = asyncio.create_task(self._run(dispatch), name=dispatch.dispatch_id)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def collect(self) -> tuple[Outcome, ...]:
+        """All that has come back since the last call; waits for the first, at most COLLECT_WAIT_S.
+
+        Raises:
+            ConcordError: the store refused finished groups (disk full, ...): this worker can keep nothing.
+        """
+        if not self._outcomes and self._broken is None:
+            try:
+                async with asyncio.timeout(COLLECT_WAIT_S):
+                    await self._bell.wait()
+            except TimeoutError:
+                return ()
+        self._bell.clear()
+        if self._broken is not None:
+            raise self._broken
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
+
+    async def close(self) -> None:
+        """Cancel what runs; engines are told to abort."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, dispatch: Dispatch) -> None:
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                group = await self._episode(dispatch)
+        except TimeoutError:
+            self._come_back(self._ending(dispatch, FailReason.DEADLINE, f"the episode took longer than episodes.deadline_s = {self._settings.deadline_s:g}"))
+        except EpisodeFailure as failure:
+            self._come_back(self._ending(dispatch, failure.reason, failure.detail))
+        except ConcordError as error:
+            self._come_back(self._ending(dispatch, FailReason.ENVIRONMENT, str(error)))
+        else:
+            self._unput.append(group)
+            if self._putting is None:
+                self._putting = asyncio.create_task(self._put_all(), name="put")
+
+    async def _episode(self, dispatch: Dispatch) -> EncodedGroup:
+        if dispatch.replica not in self._engines:
+            raise EpisodeFailure(FailReason.ENGINE, f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}")
+        engine, tag = self._engines[dispatch.replica]
+        with boundary(ConcordError, f"the environment of prompt {dispatch.prompt.prompt_id}"):
+            envs = self._make_envs(dispatch.prompt, dispatch.group_size)
+        group = await run_group(dispatch, engine=engine, envs=envs, score=self._score, tag=tag, tokenizer=self._tokenizer, settings=self._settings.episode)
+        return encode(group)
+
+    async def _put_all(self) -> None:
+        try:
+            while self._unput:
+                batch, self._unput = self._unput, []
+                taken = set(await self._store.put(batch))
+                for group in batch:
+                    if group.header.dispatch_id in taken:
+                        self._come_back(group.header)
+        except ConcordError as error:
+            self._broken = error
+            self._bell.set()
+        finally:
+            self._putting = None
+
+    def _ending(self, dispatch: Dispatch, reason: FailReason, detail: str) -> Ending:
+        again = dispatch.attempt < self._settings.max_attempts and reason is not FailReason.PROMPT_TOO_LONG
+        return Ending(dispatch_id=dispatch.dispatch_id, reason=reason, detail=detail, readmit=again)
+
+    def _come_back(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._bell.set()

@@ -1,0 +1,1 @@
+"""Published weights as files: the manifest, its digests, and the tensors."""

@@ -1,0 +1,1 @@
+"""Tokenizers: loading, fingerprints, agreement between two of them, chat templates."""

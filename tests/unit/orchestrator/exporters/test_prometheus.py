@@ -1,0 +1,233 @@
+"""What Prometheus gets while a loop runs: declared series only, counters from 0, and nothing that could stop the training."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from support.local_fleet import QuietReporter
+from support.scrapes import scrape, series_by_metric, value_of
+from support.served_run import BATCH, GROUP, config_of, drive_served
+
+from orchestrator.exporters.prometheus import Exporter, Text, _family
+from orchestrator.exporters.prometheus_targets import Targets
+from orchestrator.metrics.catalogue import DECLARED, sizes_of
+from orchestrator.metrics.distributions import Distributions
+from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.types import MAX_REWARD_PARTS, MetricType
+from orchestrator.signals.live import BoundedParts
+from orchestrator.signals.replicas import attributed
+from rollout.errors import ConcordError, UserError
+from rollout.types.weights import PolicyVersion
+from trainer.consistency.service.report import ReplicaGap
+from trainer.types.evidence import Attribution, Cause
+from trainer.types.histograms import LOG_RATIO_EDGES, BucketCounts, bucket_counts
+
+STEPS = 5
+
+
+def test_a_run_serves_declared_series_and_no_more_than_its_sizes_allow(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        _, summary = drive_served(tmp_path, exporter, STEPS)
+        samples = scrape(exporter.url)
+    assert summary["metrics_url"] == exporter.url
+    sizes = sizes_of(config_of(tmp_path, STEPS), blocks=0, heads=0)
+    counts = series_by_metric(name for name, _ in samples)
+    assert not {name: count for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
+    fixed = [m for m in DECLARED.values() if m.type is not MetricType.GAUGE and all(label.values or label.name == "replica" for label in m.labels)]
+    assert {m.name: counts[m.name] for m in fixed} == {m.name: m.max_series(sizes) for m in fixed}, "counters and histograms are there from 0"
+
+
+def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        _, summary = drive_served(tmp_path, exporter, STEPS)
+        samples = scrape(exporter.url)
+    assert value_of(samples, "concord_steps_total", outcome="applied") == STEPS
+    assert value_of(samples, "concord_trained_groups_total") == value_of(samples, "concord_trained") == summary["trained"] == STEPS * BATCH
+    assert value_of(samples, "concord_dispatched_groups_total") == summary["dispatched"]
+    assert value_of(samples, "concord_group_pass_rate_count") == STEPS * BATCH
+    assert value_of(samples, "concord_response_length_tokens_count") == STEPS * BATCH * GROUP
+    assert value_of(samples, "concord_token_staleness_steps_count") == value_of(samples, "concord_trained_tokens_total")
+    assert value_of(samples, "concord_step_duration_seconds_count") == STEPS
+    assert value_of(samples, "concord_verdicts_total", verdict="accept") >= STEPS * BATCH * GROUP
+    assert value_of(samples, "concord_store_latency_seconds_count", call="acknowledge") == STEPS
+    audited = sum(value_of(samples, "concord_audited_log_ratio_nats_bucket", replica=slot, le="+Inf") for slot in "01")
+    assert audited >= value_of(samples, "concord_trained_tokens_total")
+    assert value_of(samples, "concord_batch_wait_seconds") == 0.0
+
+
+def test_text_is_that_of_prometheus_client_whatever_was_shown_before():
+    """Values that change, stay, come and go; label values in another order; what needs escaping; of each type."""
+    distributions = Distributions()
+    kept = {"concord_step": {(): 7.0}}
+    awkward: dict[tuple[str, ...], float] = {('a "b"\\\n\u2028 c',): float("nan"), ("plain",): float("inf")}
+    first: dict[str, dict[tuple[str, ...], float]] = {**kept, "concord_loss": {(): 0.5}, "concord_steps_total": {("applied",): 1.0, ("skipped",): 0.0}}
+    second = {**kept, "concord_steps_total": {("skipped",): 3.0, ("applied",): 2e17}, "concord_reward_part_mean": awkward}
+    before = Snapshot(numbers=first, distributions=distributions.copy())
+    distributions.observe("concord_group_pass_rate", 0.5)
+    distributions.observe("concord_log_ratio_nats", -1e-5, "total")
+    after = Snapshot(numbers=second, distributions=distributions.copy())
+    text, turns = Text(), (before, after, after, before)
+    assert [text.of(snapshot) for snapshot in turns] == [generate_latest(Families(snapshot)) for snapshot in turns]
+    assert b"concord_loss 0.5" in text.of(before)
+    assert b"concord_loss" not in text.of(after)
+
+
+class Families:
+    """A whole snapshot as prometheus_client asks for it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Family]:
+        for metric in DECLARED.values():
+            if self._snapshot.numbers.get(metric.name) or self._snapshot.distributions.get(metric.name):
+                yield _family(metric, self._snapshot)
+
+
+def test_what_was_never_measured_has_no_sample(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        drive_served(tmp_path, exporter, STEPS)
+        names = {name for name, _ in scrape(exporter.url)}
+    assert "concord_consistency_gap_ess" in names
+    assert "concord_consistency_routing_coverage" not in names, "its column says -1"
+
+
+def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        drive_served(tmp_path, exporter, STEPS, shift_nats=0.005)
+        samples = scrape(exporter.url)
+    assert value_of(samples, "concord_replica_gap_nats", replica="0", statistic="p50") == pytest.approx(0.005, rel=1e-3)
+    assert value_of(samples, "concord_replica_gap_limit_nats", replica="0") == 2.0, "of the config"
+    assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
+    assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.001") == 0.0
+    assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
+
+
+def test_reward_parts_beyond_the_declared_number_are_summed_up():
+    named, bounded = BoundedParts(), MAX_REWARD_PARTS
+    many = tuple((f"part{index}", 1.0) for index in range(bounded + 3))
+    assert named.means(many[:2]) == {("part0",): 1.0, ("part1",): 1.0}
+    means = named.means(many)
+    assert len(means) == bounded + 1
+    assert means["other",] == 3.0
+
+
+def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
+    gap = ReplicaGap(
+        replica=0, newest=PolicyVersion(1, 1), engine="torch", num_tokens=9, mean_abs=0.9, mean_abs_limit=0.05, max_abs=2.0, k3=0.1, ess=0.9,
+        outside_factor_two=0.1, findings=(), attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
+    )  # fmt: skip
+    assert {cause: nats for cause, nats in attributed(gap).items() if nats} == {"weight_sync": 0.7, "unknown": 0.2}
+    assert set(attributed(gap)) == set(Cause)
+
+
+def test_a_taken_port_is_told_with_the_cure():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"Address already in use; set exporter\.port to a free port, or to 0"):
+            Exporter("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_closed_exporter_leaves_no_thread_and_no_port():
+    before = set(threading.enumerate())
+    exporter = Exporter("127.0.0.1", 0)
+    port = int(exporter.target.rsplit(":", 1)[1])
+    exporter.close()
+    assert set(threading.enumerate()) <= before
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+
+
+def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Path):
+    class Failing(Exporter):
+        def show(self, snapshot: Snapshot) -> None:
+            if snapshot.numbers.get("concord_step", {}).get((), 0.0) >= 2:  # in a step, which the loop waits for
+                raise OSError("no room")
+
+    said: list[str] = []
+
+    class Listening(QuietReporter):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with Failing("127.0.0.1", 0) as exporter:
+        run, summary = drive_served(tmp_path, exporter, STEPS, reporter=Listening())
+        with pytest.raises(ConnectionRefusedError):  # old values would look like a run that has stalled
+            socket.create_connection(("127.0.0.1", int(exporter.target.rsplit(":", 1)[1])), timeout=10.0)
+    assert summary["steps"] == STEPS
+    assert len([text for text in said if "the training goes on: reducing signals: OSError: no room" in text]) == 1
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert len([event for event in events if event["kind"] == "exporter_failed"]) == 1
+
+
+def test_a_disk_that_refuses_the_targets_takes_no_metrics_away(tmp_path: Path):
+    class InTheWay(QuietReporter):
+        def say(self, text: str) -> None:
+            if text.startswith("metrics at"):
+                targets.mkdir()
+
+        def step(self, row: Mapping[str, float], steps: int) -> None:
+            if row["step"] == 2:
+                targets.rmdir()
+
+    targets = tmp_path / "run" / "prometheus_targets.json"
+    with Exporter("127.0.0.1", 0) as exporter:
+        run, _ = drive_served(tmp_path, exporter, STEPS, reporter=InTheWay())
+        assert exporter.snapshot.numbers["concord_step"] == {(): STEPS}
+    assert run.prometheus_targets == targets
+    assert json.loads(targets.read_text())[0]["targets"] == [exporter.target]
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert [event["what"] for event in events if event["kind"] == "side_file_failed"] == ["where Prometheus finds the run"]
+
+
+def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        run, _ = drive_served(tmp_path, exporter, STEPS)
+    assert json.loads(run.prometheus_targets.read_text()) == [{"targets": [exporter.target], "labels": {"job": "concord", "run": "run"}}]
+
+
+def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):
+    targets = Targets(tmp_path / "targets.json", "name", "127.0.0.1:1")
+    targets.show({1: "127.0.0.1:3", 0: "127.0.0.1:2"})
+    engines = json.loads((tmp_path / "targets.json").read_text())[1:]
+    assert [(entry["targets"], entry["labels"]["job"], entry["labels"]["replica"]) for entry in engines] == [
+        (["127.0.0.1:2"], "concord-engine", "0"),
+        (["127.0.0.1:3"], "concord-engine", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"concord_unheard_of": {(): 1.0}}, "concord_unheard_of, which is not declared"),
+        ({"concord_log_ratio_nats": {("total",): 1.0}}, "which is not declared as such"),
+        ({"concord_steps_total": {("lost",): 1.0}}, "label values ('lost',)"),
+        ({"concord_loss": {("d00000001",): 1.0}}, "label values ('d00000001',)"),
+    ],
+)
+def test_a_value_that_is_not_declared_is_refused(numbers: dict[str, dict[tuple[str, ...], float]], told: str):
+    with pytest.raises(ConcordError) as refused:
+        Snapshot(numbers=numbers, distributions={})
+    assert told in str(refused.value)
+
+
+def test_bucket_counts_are_those_of_single_observations():
+    values = np.concatenate([np.random.default_rng(0).normal(0, 0.5, 1000), LOG_RATIO_EDGES])
+    one_by_one, reduced = Distributions(), Distributions()
+    one_by_one.observe_all("concord_log_ratio_nats", values.tolist(), "total")
+    reduced.add("concord_log_ratio_nats", bucket_counts(values, LOG_RATIO_EDGES), "total")
+    expected, got = (each.copy()["concord_log_ratio_nats"][("total",)] for each in (one_by_one, reduced))
+    assert got.counts == expected.counts
+    assert got.total == pytest.approx(expected.total, rel=1e-12)
+
+
+def test_what_is_not_finite_is_in_no_bucket():
+    assert bucket_counts(np.array([np.nan, np.inf, -np.inf, 0.5]), (0.0, 1.0)) == BucketCounts((0, 1, 0), 0.5)

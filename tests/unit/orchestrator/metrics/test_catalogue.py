@@ -1,0 +1,101 @@
+"""The catalogue: names, types, buckets and bounded labels."""
+
+import ast
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from orchestrator.config import RunConfig, parse_config
+from orchestrator.metrics.catalogue import CATALOGUE, DECLARED, max_series, sizes_of
+from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
+from orchestrator.metrics.types import Extent, MetricType
+from orchestrator.run_dir.record import record_of_rows
+from trainer.consistency.checks.structure import DriftKind
+from trainer.types.evidence import Cause
+from trainer.types.histograms import LOG_RATIO_EDGES
+
+ID_LIKE = {"id", "trajectory", "dispatch", "prompt", "step", "epoch", "digest", "token", "version"}
+
+
+def test_every_name_is_declared_once_under_the_prefix():
+    assert len(DECLARED) == len(CATALOGUE)
+    assert all(re.fullmatch(r"concord_[a-z0-9]+(_[a-z0-9]+)*", metric.name) for metric in CATALOGUE)
+
+
+def test_no_counter_shares_its_family_with_another_metric():
+    """The names of OpenMetrics families do not have the `_total`."""
+    families = [metric.name.removesuffix("_total") for metric in CATALOGUE]
+    assert sorted(families) == sorted(set(families))
+
+
+def test_every_metric_says_what_it_is_and_where_to_look():
+    assert all(metric.help.endswith(".") and metric.unit and metric.diagnosis_layer in (1, 2, 3, 4) for metric in CATALOGUE)
+    assert {metric.diagnosis_layer for metric in CATALOGUE} == {1, 2, 3, 4}
+
+
+def test_no_label_holds_an_id_and_every_set_of_values_is_bounded():
+    labels = [label for metric in CATALOGUE for label in metric.labels]
+    assert not {label.name for label in labels} & ID_LIKE
+    assert all(bool(label.values) != (label.extent is not None) for label in labels)
+
+
+def test_buckets_of_ratios_are_symmetric_in_log_space():
+    assert tuple(-edge for edge in reversed(LOG_RATIO_EDGES)) == LOG_RATIO_EDGES
+    assert {m.name for m in CATALOGUE if m.buckets == LOG_RATIO_EDGES} == {"concord_log_ratio_nats", "concord_audited_log_ratio_nats"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"name": "concord_x_total"}, "`_total` ends the names of counters"),
+        ({"buckets": (1.0, 2.0)}, "a histogram, and nothing else, has some"),
+        ({"type": MetricType.HISTOGRAM, "buckets": (2.0, 1.0), "in_rows": False}, "each above the one before"),
+        ({"type": MetricType.COUNTER, "name": "concord_x_total"}, "cannot be a column"),
+    ],
+)
+def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[str, object], told: str):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        replace(DECLARED["concord_loss"], **change)
+
+
+def test_causes_and_drifts_are_those_of_the_service():
+    assert (tuple(Cause), tuple(DriftKind)) == (CAUSES, DRIFTS)
+
+
+def codes_of_findings() -> set[str]:
+    """String literals that the service's modules hand to whatever makes a finding that may fail."""
+    paths = [path for path in (ROOT / "trainer" / "consistency").rglob("*.py") if path.parent.name != "dump"]
+    calls = [node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "Finding")]
+    given = [value for call in made for value in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "code"))]
+    constants = {value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    return {text for text in constants if re.fullmatch(r"[a-z_0-9]+", text)}
+
+
+def test_every_code_of_a_finding_that_fails_is_a_declared_reason():
+    """One that is not declared would be counted as `other` only."""
+    warnings_and_gaps_in_evidence = {"gap_drift", "nothing_scored", "tokens_not_scored"}
+    codes = codes_of_findings()
+    assert {"prefix_broken", "gap_tail", "unknown_version"} <= codes
+    assert codes - set(REASONS) == warnings_and_gaps_in_evidence
+
+
+def test_the_most_series_of_a_run_follow_from_its_sizes():
+    one = sizes_of(RunConfig(), blocks=4, heads=2)
+    two = sizes_of(parse_config({"engine": {"type": "vllm", "replicas": 2}}, "test"), blocks=4, heads=2)
+    per_replica = sum(m.max_series(two) - m.max_series(one) for m in CATALOGUE if any(label.extent is Extent.REPLICAS for label in m.labels))
+    assert max_series(two) - max_series(one) == per_replica + 1  # and the memory of one more actor
+    assert DECLARED["concord_log_ratio_nats"].max_series(one) == 3 * (len(LOG_RATIO_EDGES) + 1)
+
+
+def test_a_score_of_minus_one_is_a_score_once_a_version_was_scored():
+    before, after = ({"eval_score": -1.0, "eval_stderr": 0.0, "eval_version": version, "consistency_gap_mean": -1.0} for version in (-1.0, 0.0))
+    assert [DECLARED[f"concord_{name}"].measured(before) for name in ("eval_score", "eval_stderr", "eval_version")] == [False, False, False]
+    assert [DECLARED[f"concord_{name}"].measured(after) for name in ("eval_score", "eval_stderr", "eval_version")] == [True, True, True]
+    assert not DECLARED["concord_consistency_gap_mean"].measured(after)
+    scores = record_of_rows([{"step": 1.0, **before}, {"step": 2.0, **after}]).columns["eval_score"]
+    assert np.isnan(scores[0])
+    assert scores[1] == -1.0

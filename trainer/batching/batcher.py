@@ -1,0 +1,162 @@
+"""Audited groups become training samples: which tokens are in the loss, with which advantage and weight. Numpy only: it knows no model."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import UserError
+from rollout.types.trajectory import LogprobSemantics, Trajectory, TrajectoryGroup
+from trainer.batching.quarantine import quarantined_by_search
+from trainer.types.evidence import AuditedGroup, TrajectoryEvidence
+from trainer.types.protocols import Algorithm
+from trainer.types.step import OldLogprobSource, TrainingSample, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingBatch:
+    """All samples of one optimizer step, over all ranks."""
+
+    samples: tuple[TrainingSample, ...]
+    """Those with at least one term in the loss, or that had some before the gradient search quarantined them."""
+    num_tokens: int
+    """Terms in the loss."""
+    temperature: float
+    """At which the tokens were sampled, so at which their log-probs are taken; one for the whole batch."""
+    masked_ids: frozenset[str]
+    """Trajectories that lost some tokens, or all."""
+    zero_variance_groups: int
+    """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
+    old_logprob_source: OldLogprobSource
+    reward_parts: tuple[tuple[str, float], ...]
+    """(part, mean over the trajectories whose reward has it), in order of first appearance."""
+
+    @property
+    def weight_square(self) -> float:
+        """Sum of the squared weights of all terms."""
+        return math.fsum(int(np.count_nonzero(sample.loss_mask)) * sample.token_weight**2 for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """A trajectory that counts in the denominators."""
+
+    trajectory: Trajectory
+    evidence: TrajectoryEvidence | None
+    mask: NDArray[np.bool_]
+    """[T] terms in the loss."""
+    terms: int
+    """Terms in the denominators."""
+    advantage: float
+
+
+def build_batch(
+    groups: Sequence[AuditedGroup],
+    algorithm: Algorithm,
+    oldest_version: int,
+    aggregation: Literal["token_mean", "sequence_mean"],
+    source: OldLogprobSource = OldLogprobSource.ROLLOUT,
+) -> TrainingBatch:
+    """Take the sampled tokens that the verdicts accept, except those older than `oldest_version`.
+
+    Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n) (sequence_mean, S samples with n terms).
+    A trajectory that the gradient search quarantined has none of its terms in the loss, and all of them in the denominators: the step that it was found in had
+    them, and a resume from before that step takes it again, bit for bit.
+    Advantages are relative to the whole group, rejected trajectories included: a verdict is about tokens, not about the reward.
+
+    Raises:
+        UserError: the trajectories were sampled at several temperatures, or their log-probs are not of the distribution sampled from.
+        ValueError: `source` is recomputed and a token of the loss was not scored.
+    """
+    kept: list[_Kept] = []
+    masked: set[str] = set()
+    flat_groups = 0
+    for audited in groups:
+        advantages = algorithm.advantages(audited.group.rewards)
+        flat_groups += not np.any(advantages)
+        trajectories = audited.group.trajectories
+        evidences = audited.evidence.trajectories if audited.evidence is not None else (None,) * len(trajectories)
+        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages.tolist(), strict=True):
+            out = evidence is not None and quarantined_by_search(evidence)
+            counted = _loss_mask(trajectory, evidence, oldest_version, Verdict.MASK if out else None)
+            mask = np.zeros_like(counted) if out else counted
+            terms = int(np.count_nonzero(counted))
+            if np.count_nonzero(mask) < trajectory.num_sampled:
+                masked.add(trajectory.trajectory_id)
+            if terms:
+                kept.append(_Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage))
+    counts = [each.terms for each in kept]
+    total = sum(counts)
+    weights = [1.0 / max(1, total)] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
+    return TrainingBatch(
+        samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
+        num_tokens=sum(int(np.count_nonzero(each.mask)) for each in kept),
+        temperature=_temperature([each.trajectory for each in kept]),
+        masked_ids=frozenset(masked),
+        zero_variance_groups=flat_groups,
+        old_logprob_source=source,
+        reward_parts=reward_parts(audited.group for audited in groups),
+    )
+
+
+def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], ...]:
+    """(part, mean over the trajectories whose reward has it), in order of first appearance."""
+    values: dict[str, list[float]] = {}
+    for part, value in (pair for group in groups for reward in group.rewards for pair in reward.parts):
+        values.setdefault(part, []).append(value)
+    return tuple((part, float(np.mean(given))) for part, given in values.items())
+
+
+def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int, verdict: Verdict | None) -> NDArray[np.bool_]:
+    """[T]; position 0 is never in it, since no position predicts it. `verdict` stands for that of the evidence."""
+    verdict = verdict or (Verdict.ACCEPT if evidence is None else evidence.verdict)
+    if verdict in (Verdict.REJECT, Verdict.QUARANTINE):
+        return np.zeros(trajectory.sampled.shape, dtype=np.bool_)
+    mask = trajectory.sampled.copy()
+    mask[0] = False
+    if evidence is not None and verdict is Verdict.MASK:
+        mask &= ~evidence.masked
+    for span in trajectory.version_spans:
+        if span.policy.version < oldest_version:
+            mask[span.start : span.end] = False
+    return mask
+
+
+def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSample:
+    trajectory, evidence, mask = kept.trajectory, kept.evidence, kept.mask
+    rollout = np.where(mask, trajectory.rollout_logprobs, np.float32(0))
+    old = rollout
+    if source is OldLogprobSource.RECOMPUTED:
+        missing = int(np.count_nonzero(mask if evidence is None else mask & ~evidence.scored))
+        if evidence is None or missing:
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id}: {missing} tokens of the loss have no recomputed log-prob; expected all: "
+                "score the group first, or take the rollout's log-probs for the whole step"
+            )
+        old = np.where(mask, evidence.behaviour_logprobs, np.float32(0))
+    return TrainingSample(
+        trajectory_id=trajectory.trajectory_id,
+        token_ids=trajectory.token_ids,
+        loss_mask=mask,
+        old_logprobs=old,
+        old_logprob_source=source,
+        rollout_logprobs=rollout,
+        advantage=kept.advantage,
+        token_weight=weight,
+        suspects=() if evidence is None else evidence.suspects,
+        routing=trajectory.routing,
+    )
+
+
+def _temperature(trajectories: Sequence[Trajectory]) -> float:
+    tags = {trajectory.tag for trajectory in trajectories}
+    temperatures = sorted({tag.temperature for tag in tags})
+    if len(temperatures) > 1:
+        raise UserError(f"got trajectories sampled at temperatures {temperatures} in one batch, expected one: keep `sampling.temperature` fixed in a run")
+    raw = [tag.engine for tag in tags if tag.logprob_semantics is LogprobSemantics.RAW and tag.temperature != 1.0]
+    if raw:
+        raise UserError(f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; set its log-prob mode to processed")
+    return temperatures[0] if temperatures else 1.0

@@ -1,0 +1,1 @@
+"""Checkpoints and saved steps on disk: complete or absent."""

@@ -1,0 +1,192 @@
+"""The batch of a step that was not applied, or was searched, on disk, so that `concord replay` can run it again.
+
+Torch-free; each folder is complete or absent:
+
+    saved_steps/STEP/step.json    what the step was told, what it came to, and which weights it started from
+    saved_steps/STEP/batch.npz    the encoded groups and their verdicts as the step got them, and the random state
+
+Optimizer state is not kept; weights are not copied: the published ones are kept as long as a saved step names them.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import UserError, boundary
+from rollout.published.digests import canonical_json
+from rollout.types.trajectory import StoredGroups
+from rollout.types.weights import PolicyVersion
+from trainer.checkpointing.durable import begin_directory, complete_directory, partial_directories
+from trainer.config.trainer import SavedStepsConfig
+from trainer.types.step import OldLogprobSource, PlantedFault, StepReport, StepRequest
+
+STEP_NAME, BATCH_NAME = "step.json", "batch.npz"
+_FORMAT = 2
+_MOST_TRIES = 100_000
+"""Of one version; a run ends after ten in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedStep:
+    """Everything that a replay needs but the weights."""
+
+    groups: StoredGroups
+    """As the trainer got them, without prompts."""
+    request: StepRequest
+    random_state: NDArray[np.uint8]
+    """Of torch on rank 0, before the forward pass."""
+    seed: int
+    dtype: str
+    """Compute dtype of the trainer."""
+    ranks: int
+    weights: PolicyVersion
+    """Those that the step started from."""
+    weights_digest: str
+    """Of their published directory."""
+    reason: str
+    """Why it was kept."""
+    applied: bool
+    """Whether weights came of it, if only without the terms that a search took out; those terms are in the batch."""
+    loss: float
+    grad_norm: float
+    """As the whole batch came to."""
+    tau: float
+    """From which norm of one token's gradient, before its weight, a search called it suspicious; NaN: none, or what is not finite."""
+    planted: tuple[PlantedFault, ...] = ()
+
+
+def reason_to_keep(report: StepReport, config: SavedStepsConfig) -> str:
+    """Why the batch of a step is to be kept; empty: it is not."""
+    search = report.gradloc
+    if report.skipped or search is None or search.outcome == "not_searched" or not config.searched:
+        return report.skipped
+    return f"its gradient was searched ({search.trigger}): {search.outcome}, {search.acted}"
+
+
+def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str, ...]]:
+    """Write a step below `parent`, and remove the oldest beyond `keep`: of steps that were applied, or of those that were not, as this one was.
+
+    Returns:
+        Name of the folder: the version that the step was to produce, with a number behind it where that is taken; and the names of those removed.
+
+    Raises:
+        UserError: the place cannot be written.
+    """
+    version = str(saved.request.policy.version)
+    name = next(name for name in (version, *(f"{version}-{number}" for number in range(2, _MOST_TRIES))) if not (parent / name).exists())
+    kept = saved_steps(parent)
+    serial = 1 + max((_fields(directory)["serial"] for directory in kept), default=0)
+    temporary = begin_directory(parent / name)
+    with boundary(UserError, f"cannot write {parent / name} (free space, or choose another run directory)"):
+        _write_batch(temporary / BATCH_NAME, saved)
+        (temporary / STEP_NAME).write_bytes(_step_bytes(saved, serial))
+    complete_directory(temporary, parent / name)
+    alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
+    removed = alike[: max(0, len(alike) + 1 - keep)]
+    with boundary(UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"):
+        for path in [*removed, *partial_directories(parent)]:
+            # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks like one.
+            (path / STEP_NAME).unlink(missing_ok=True)
+            shutil.rmtree(path)
+    return name, tuple(path.name for path in removed)
+
+
+def saved_steps(parent: Path) -> list[Path]:
+    """The saved steps below `parent`, oldest first."""
+    found = [path.parent for path in parent.glob(f"*/{STEP_NAME}") if not path.parent.name.startswith(".")]
+    return sorted(found, key=lambda path: int(_fields(path)["serial"]))
+
+
+def weights_in_use(parent: Path) -> set[PolicyVersion]:
+    """Policies whose published weights the saved steps below `parent` start from."""
+    return {PolicyVersion.parse(_fields(path)["weights"]) for path in saved_steps(parent)}
+
+
+def read_step(directory: Path) -> SavedStep:
+    """One saved step.
+
+    Raises:
+        UserError: there is none of this name, or it is broken; the message names those that are there.
+    """
+    if not (directory / STEP_NAME).is_file():
+        there = ", ".join(path.name for path in saved_steps(directory.parent)) or "no step"
+        raise UserError(
+            f"got step {directory.name!r}, but {directory.parent} holds {there}; a step is kept when it is not applied (event "
+            "step_skipped names its folder), and with trainer.saved_steps.searched = true when its gradient is searched (event gradloc)"
+        )
+    fields = _fields(directory)
+    with boundary(UserError, f"saved step {directory} is broken; remove it, or copy the run directory again"):
+        request = StepRequest(
+            policy=PolicyVersion.parse(fields["policy"]), oldest_version=fields["oldest_version"], old_logprobs=OldLogprobSource(fields["old_logprobs"])
+        )
+        with np.load(directory / BATCH_NAME) as arrays:
+            numbers = range(len(fields["dispatch_ids"]))
+            groups = StoredGroups(
+                dispatch_ids=tuple(fields["dispatch_ids"]),
+                payloads=tuple(arrays[f"payload-{number}"] for number in numbers),
+                verdicts=tuple(arrays[f"verdict-{number}"].tobytes() for number in numbers),
+            )
+            random_state = arrays["random_state"]
+        return SavedStep(
+            groups=groups,
+            request=request,
+            random_state=random_state,
+            seed=fields["seed"],
+            dtype=fields["dtype"],
+            ranks=fields["ranks"],
+            weights=PolicyVersion.parse(fields["weights"]),
+            weights_digest=fields["weights_digest"],
+            reason=fields["reason"],
+            applied=fields["applied"],
+            loss=float(fields["loss"]),
+            grad_norm=float(fields["grad_norm"]),
+            tau=float(fields["tau"]),
+            planted=tuple(PlantedFault(**planted) for planted in fields["planted"]),
+        )
+
+
+def _step_bytes(saved: SavedStep, serial: int) -> bytes:
+    return canonical_json(
+        {
+            "format": _FORMAT,
+            "serial": serial,
+            "policy": saved.request.policy.key,
+            "oldest_version": saved.request.oldest_version,
+            "old_logprobs": str(saved.request.old_logprobs),
+            "dispatch_ids": list(saved.groups.dispatch_ids),
+            "seed": saved.seed,
+            "dtype": saved.dtype,
+            "ranks": saved.ranks,
+            "weights": saved.weights.key,
+            "weights_digest": saved.weights_digest,
+            "reason": saved.reason,
+            "applied": saved.applied,
+            # As text: JSON has no number for what is not finite.
+            "loss": repr(saved.loss),
+            "grad_norm": repr(saved.grad_norm),
+            "tau": repr(saved.tau),
+            "planted": [asdict(planted) for planted in saved.planted],
+        }
+    )
+
+
+def _write_batch(path: Path, saved: SavedStep) -> None:
+    arrays: dict[str, NDArray[np.uint8]] = {"random_state": saved.random_state}
+    for number, (payload, verdict) in enumerate(zip(saved.groups.payloads, saved.groups.verdicts, strict=True)):
+        arrays[f"payload-{number}"] = payload
+        arrays[f"verdict-{number}"] = np.frombuffer(verdict, dtype=np.uint8)
+    cast(Any, np.savez)(path, **arrays)
+
+
+def _fields(directory: Path) -> dict[str, Any]:
+    with boundary(UserError, f"cannot read {directory / STEP_NAME} (remove the folder, or copy the run directory again)"):
+        fields = cast(dict[str, Any], json.loads((directory / STEP_NAME).read_bytes()))
+        if fields["format"] != _FORMAT:
+            raise UserError(f"saved step {directory} has format {fields['format']}, this version reads {_FORMAT}; use the one that wrote it, or remove it")
+        return fields
+

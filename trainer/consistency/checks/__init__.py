@@ -1,0 +1,1 @@
+"""What must agree: structure, tokens, versions, routing, and the gap of log-probs."""

@@ -1,0 +1,1 @@
+"""Dumps of other frameworks: read, aligned and audited without a run."""

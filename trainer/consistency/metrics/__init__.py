@@ -1,0 +1,1 @@
+"""Importance ratios and mismatch statistics of a batch."""

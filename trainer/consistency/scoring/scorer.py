@@ -1,0 +1,270 @@
+"""Scores trajectories with the trainer's own numerics, each token at the version that sampled it.
+
+    trajectories -> rows (a prefix under one policy) -> versions, each put into the module once -> padded batches -> log-probs -> [T] a trajectory
+
+The module is the trainer's, without FSDP: parameters in the compute dtype, rotary buffers in float32. It knows no ledger, no verdict and no actor;
+the number of compute threads is its process's (`torch.set_num_threads`).
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from rollout.engines.torch.moe_routers import expert_counts, find_routers
+from rollout.errors import UserError
+from rollout.types.trajectory import Trajectory, VersionSpan
+from rollout.types.weights import PolicyVersion
+from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
+from trainer.consistency.scoring.number_formats import conversion
+from trainer.consistency.scoring.protocols import ScoreOptions
+from trainer.consistency.scoring.routing import RoutingListener
+from trainer.consistency.scoring.rows import Sampler, ScoreBatch, ScoreRow, batch_routing, batches_of, continued_rows, generations, padded, prefix_rows
+from trainer.consistency.scoring.truncation import truncated_logprobs
+from trainer.model.logprobs import chunked_logprobs
+from trainer.model.policy_model import PolicyModel
+from trainer.model.routing_replay import RoutingReplay
+
+_Scores = list[NDArray[np.float32]]
+_Continued = list[tuple[PolicyVersion, ScoreRow]]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one call computes."""
+
+    rows: dict[PolicyVersion, dict[Sampler, list[ScoreRow]]]
+    """Recomputed prefixes; they share batches."""
+    continued: list[tuple[Sampler, _Continued]]
+    """Generations over a kept cache, one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """The hooks on the routers, and the shape that a trace must have."""
+
+    hooks: RoutingReplay
+    num_experts: int
+    cell: tuple[int, int]
+    """(blocks, top_k)"""
+
+
+class Scorer:
+    """Implements `Rescorer`. Not for two threads at once."""
+
+    def __init__(
+        self, model_dir: Path, weights_dir: Path, dtype: str, chunk_tokens: int, batch_tokens: int, max_versions: int, device: torch.device
+    ) -> None:
+        """Load version 0.
+
+        Args:
+            model_dir: the run's model, in Hugging Face layout.
+            weights_dir: the run's published directories, `eE-vN` each.
+            dtype: the trainer's compute dtype, `float32` or `bfloat16`.
+            chunk_tokens: tokens whose logits exist at once.
+            batch_tokens: rows x longest row of one forward pass.
+            max_versions: held in memory besides version 0; those used last stay.
+
+        Raises:
+            UserError: `model_dir` does not hold what its config says.
+        """
+        self._versions = HeldVersions(
+            model_dir=model_dir, weights_dir=weights_dir, dtype=dtype, chunk_tokens=chunk_tokens, max_versions=max_versions, device=device
+        )
+        self._model = self._versions.model
+        self._batch_tokens, self._device = batch_tokens, device
+        self._replay: _Replay | None = None
+        self._listener: RoutingListener | None = None
+        self._listens = False
+        self._unknown: dict[str, str] = {}
+
+    @property
+    def model(self) -> PolicyModel:
+        """The module, under the weights of the version used last."""
+        return self._model
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Key of each version in memory -> digest of its weights (empty for `v0`, the base model)."""
+        return self._versions.held
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all held weights."""
+        return self._versions.held_bytes
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Of the last call: key of each policy whose tokens are NaN -> reason."""
+        return dict(self._unknown)
+
+    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Scores:
+        """[T] nats each, 0 where not sampled, NaN where it cannot be known: the version is not to be had (`unknown` says why), or nothing precedes the token.
+
+        Every version is put into the module once a call, but with `keep_kv` once a span that follows another version's within a generation. Tokens
+        behind a span whose version is unknown are then unknown too, as the cache is.
+
+        Raises:
+            UserError: the model cannot do what is asked (routing replay of a dense model).
+            ConcordError: a covered row of a routing trace cannot be.
+        """
+        self._unknown = {}
+        if options.replay_routing:
+            self._prepare_replay()
+        scores: _Scores = [np.where(t.sampled, np.float32(np.nan), np.float32(0.0)) for t in trajectories]
+        plan = self._plan(trajectories, options)
+        for policy in sorted(plan.rows, key=lambda policy: (not self._versions.holds(policy), policy)):
+            if not self._activate(policy):
+                continue
+            with self._number_format(options):
+                for sampler, rows in plan.rows[policy].items():
+                    for batch in batches_of(rows, self._batch_tokens):
+                        _write(scores, batch, self._forward(batch, sampler, options))
+        for sampler, rows in plan.continued:
+            self._score_continued(scores, rows, sampler, options)
+        return scores
+
+    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[_Scores, list[RoutingAgreement | None]]:
+        """`score`, and how far each trajectory's trace agrees with the experts that this module chooses for the scored tokens, each at its own version.
+
+        None where a trajectory has no trace, nothing of it was scored, or the model is dense. Under `replay_routing` the experts compared are still those that
+        the routers choose by themselves.
+
+        Raises:
+            UserError: as `score`; or a router tells no logits.
+        """
+        self._prepare_listener()
+        self._listens = True
+        try:
+            scores = self.score(trajectories, options)
+        finally:
+            self._listens = False
+            agreements = None if self._listener is None else self._listener.take(len(trajectories))
+        return scores, agreements or [None] * len(trajectories)
+
+    def canary_score(self, token_ids: NDArray[np.int32], policy: PolicyVersion) -> NDArray[np.float32]:
+        """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be had (`unknown` says why)."""
+        self._unknown = {}
+        if not self._activate(policy):
+            return np.full(token_ids.size - 1, np.nan, dtype=np.float32)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        with torch.inference_mode():
+            logprobs, _ = self._model(ids[None, :-1], torch.arange(ids.numel() - 1, device=self._device), ids[1:], 1.0)
+        return logprobs.cpu().numpy()
+
+    def _plan(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Plan:
+        plan = _Plan(rows={}, continued=[])
+        for index, trajectory in enumerate(trajectories):
+            sampler = Sampler.of(trajectory.tag, options)
+            recomputed: list[tuple[VersionSpan, PolicyVersion]] = []
+            for generation in generations(self._spans(trajectory, options)):
+                if options.keep_kv and len({policy for _, policy in generation}) > 1:
+                    plan.continued.append((sampler, continued_rows(index, trajectory, generation)))
+                else:
+                    recomputed += generation
+            for policy, row in prefix_rows(index, trajectory, recomputed).items():
+                plan.rows.setdefault(policy, {}).setdefault(sampler, []).append(row)
+        return plan
+
+    def _spans(self, trajectory: Trajectory, options: ScoreOptions) -> list[tuple[VersionSpan, PolicyVersion]]:
+        """Spans with the policies that shall score them; a version below 0 is unknown."""
+        spans: list[tuple[VersionSpan, PolicyVersion]] = []
+        unknown_end = -1
+        for span in trajectory.version_spans:
+            if options.keep_kv and span.start == unknown_end:
+                unknown_end = span.end  # its cache is unknown
+                continue
+            try:
+                spans.append((span, self._versions.shifted(span.policy, options.version_offset)))
+            except VersionGoneError as error:
+                self._unknown[f"{span.policy.key}{options.version_offset:+d}"] = str(error)
+                unknown_end = span.end
+        return spans
+
+    def _activate(self, policy: PolicyVersion) -> bool:
+        try:
+            self._versions.activate(policy)
+        except VersionGoneError as error:
+            self._unknown[policy.key] = str(error)
+            return False
+        return True
+
+    def _number_format(self, options: ScoreOptions) -> AbstractContextManager[None]:
+        convert = conversion(self._model.causal_lm, options, self._versions.dtype)
+        return nullcontext() if convert is None else self._versions.converted(convert)
+
+    def _score_continued(self, scores: _Scores, rows: Iterable[tuple[PolicyVersion, ScoreRow]], sampler: Sampler, options: ScoreOptions) -> None:
+        cache = DynamicCache(config=cast(Any, self._model.causal_lm).config)
+        for policy, row in rows:
+            if not self._activate(policy):
+                return
+            batch = padded([row])
+            with self._number_format(options):
+                _write(scores, batch, self._forward(batch, sampler, options, cache))
+
+    def _forward(self, batch: ScoreBatch, sampler: Sampler, options: ScoreOptions, cache: DynamicCache | None = None) -> NDArray[np.float32]:
+        """[N] log-probs of the batch's targets under the active weights; a cache is read and extended."""
+        token_ids, positions, targets = (self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets))
+        with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
+            if cache is None and not sampler.truncates:
+                logprobs = self._model(token_ids, positions, targets, sampler.temperature)[0]
+            else:
+                logprobs = self._head(self._hidden(token_ids, cache), positions, targets, sampler)
+        return logprobs.cpu().numpy()
+
+    def _hidden(self, token_ids: Tensor, cache: DynamicCache | None) -> Tensor:
+        backbone = cast(Any, self._model.causal_lm).base_model
+        return backbone(input_ids=token_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+
+    def _head(self, hidden: Tensor, positions: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+        weight: Tensor = cast(Any, self._model.causal_lm).get_output_embeddings().weight
+        if sampler.truncates:
+            return truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
+        return chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)[0]
+
+    def _counts(self) -> tuple[int, int] | None:
+        """(experts a block, experts a token); None for a dense model."""
+        return expert_counts(cast(Any, self._model.causal_lm).config.get_text_config())
+
+    def _prepare_listener(self) -> None:
+        counts = self._counts()
+        if self._listener is None and counts is not None and find_routers(self._model.causal_lm):
+            self._listener = RoutingListener(self._model.causal_lm, *counts)
+
+    def _listening(self, batch: ScoreBatch) -> AbstractContextManager[None]:
+        return self._listener.listening(batch) if self._listens and self._listener is not None else nullcontext()
+
+    def _prepare_replay(self) -> None:
+        if self._replay is not None:
+            return
+        model, counts = self._model.causal_lm, self._counts()
+        if counts is None:
+            raise UserError(f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture of experts")
+        self._replay = _Replay(RoutingReplay(model, *counts), counts[0], (len(find_routers(model)), counts[1]))
+
+    def _routing(self, batch: ScoreBatch, options: ScoreOptions) -> AbstractContextManager[object]:
+        if not options.replay_routing or self._replay is None:
+            return nullcontext()
+        routing = batch_routing(batch, self._replay.num_experts, self._replay.cell)
+        if routing is None:
+            return nullcontext()
+        experts, covered = routing
+        return self._replay.hooks.using(self._tensor(experts), self._tensor(covered))
+
+    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _write(scores: _Scores, batch: ScoreBatch, logprobs: NDArray[np.float32]) -> None:
+    ends = np.cumsum([row.targets.size for row in batch.rows])[:-1]
+    for row, values in zip(batch.rows, np.split(logprobs, ends), strict=True):
+        scores[row.index][row.targets] = values

@@ -1,0 +1,1 @@
+"""The auditor: groups in, evidence and verdicts out."""

@@ -1,0 +1,117 @@
+"""What passes between the driver and the service: who is asked about, and what came out, in ids and numbers, never tokens. Torch-free."""
+
+from dataclasses import dataclass
+
+from rollout.types.weights import PolicyVersion
+from trainer.consistency.checks.gap import GapBaseline
+from trainer.types.evidence import Attribution, Finding
+from trainer.types.histograms import NO_LOG_RATIOS, BucketCounts
+from trainer.types.step import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What the driver knows of a replica and the service cannot see."""
+
+    replica: int
+    canary_gap: float
+    """Of its newest answer, mean |log-prob difference| in nats."""
+    canary_tolerance: float
+    """Above it the canary has failed."""
+    baseline: GapBaseline | None
+    """Its own gap when the run began; None: not measured yet, so the next audit of it is the measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditContext:
+    """What the service is told with a batch of groups."""
+
+    committed: frozenset[PolicyVersion]
+    """Those policies of the groups that the ledger has committed."""
+    replicas: tuple[ReplicaFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupVerdict:
+    """One audited group."""
+
+    dispatch_id: str
+    replica: int
+    verdicts: tuple[Verdict, ...]
+    """One a trajectory."""
+    reasons: tuple[str, ...]
+    """Codes of what failed, once each."""
+    complete: bool
+    """Every sampled token was scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingFacts:
+    """How far a replica's experts are those of the trainer, over rows that predict a scored token. Without a compared row the fractions are NaN."""
+
+    num_rows: int
+    """Rows compared."""
+    coverage: float
+    """Rows compared of those that should have been: below 1 the engine's evidence has holes."""
+    mismatch: float
+    """Fraction of cells (one block of one row) whose two sets of experts differ."""
+    token_any_mismatch: float
+    """Fraction of rows whose sets differ in some block; counted, never derived."""
+    gate_gap_mismatch: float | None
+    """The mismatch with each flip weighed by how certain the trainer's choice is: what near ties do not explain."""
+    jaccard: float
+    """Mean |intersection| / |union| of a cell."""
+    block_mismatch: tuple[float, ...]
+    """Of each block with experts."""
+    hollow_cells: int
+    """Cells that name an expert twice or one that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaGap:
+    """One replica in one batch: how far its log-probs are from the trainer's, and why."""
+
+    replica: int
+    newest: PolicyVersion
+    """Newest policy among its tokens."""
+    engine: str
+    num_tokens: int
+    """Scored tokens."""
+    mean_abs: float
+    """Mean |d_engine|, nats."""
+    mean_abs_limit: float
+    """Mean |d_engine| in nats above which the gap fails, for the numerics that the engine declares."""
+    max_abs: float
+    """Nats."""
+    k3: float
+    """Mean k3 of d_engine, nats: KL(rollout || trainer)."""
+    ess: float
+    """Effective sample size of the raw ratios, as a fraction."""
+    outside_factor_two: float
+    """Share of tokens whose ratio or its inverse is above 2: F(2)."""
+    findings: tuple[Finding, ...]
+    """Of all its trajectories, without repeats of one code."""
+    attribution: Attribution | None
+    """None while the gap is within limits."""
+    trainer_rounding: float | None = None
+    """Mean |difference| of the trainer's log-probs from its own in float32, nats; measured with the replica's baseline only."""
+    abs_quantiles: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """50 %, 90 % and 99 % quantile of |d_engine|, nats; 0 without a scored token."""
+    log_ratios: BucketCounts = NO_LOG_RATIOS
+    """d_engine of the scored tokens, by the buckets of `trainer.types.histograms.LOG_RATIO_EDGES`."""
+    routing: RoutingFacts | None = None
+    """None for a dense model, and where no routing came and none was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """The answer to one batch."""
+
+    groups: tuple[GroupVerdict, ...]
+    gaps: tuple[ReplicaGap, ...]
+    scored_tokens: int
+    """Tokens that went through the model, what-if questions included."""
+    seconds: float
+    held_versions: int
+    held_bytes: int
+    """Weights in the service's memory."""

@@ -1,0 +1,263 @@
+"""Measures gradients of chosen token terms of a live FSDP2 step, and leaves no trace. Layer 3 of diagnosis. It knows no search and no optimizer.
+
+Inside `with probe:` the step's gradient is set aside and every parameter's `.grad` is the probe's; afterwards the very same tensors are back, and so is the
+random state. In memory: the step's gradient, the probe's, and at most one that is held for subtraction, all sharded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import UserError
+from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.step_terms import StepTerms, Terms
+from trainer.gradloc.term_rows import Pass, RowsConfig, num_passes, rank_passes
+from trainer.loss.policy_loss import LossTokens, loss_tokens
+from trainer.model.blocks import named_blocks, num_replicas
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import Ranks, local_tensor, reshard
+from trainer.types.step import MicroBatch, OldLogprobSource
+
+_SLICE = 1 << 20
+"""Numbers of a gradient that a difference takes at a time."""
+
+
+class TokenLoss(Protocol):
+    """A loss that is a sum of weighted token terms, as `trainer.loss.policy_loss.PolicyLoss`."""
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a term depends on which other tokens of its sequence are in the loss."""
+        ...
+
+    def __call__(
+        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The scalar loss with its graph, and anything."""
+        ...
+
+
+Context = Callable[[MicroBatch], AbstractContextManager[Any]]
+"""Forward and backward of a micro-batch run inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepData:
+    """What this rank's step ran on."""
+
+    micro_batches: Sequence[MicroBatch]
+    temperature: float = 1.0
+    source: OldLogprobSource = OldLogprobSource.ROLLOUT
+    random_states: Sequence[RandomState] = ()
+    """Of each micro-batch before its forward pass; needed where the model draws random numbers."""
+    context: Context | None = None
+
+
+Gradients = list[Tensor | None]
+"""This rank's part of each parameter's gradient."""
+
+
+class GradientProbe:
+    """A `StepProbe` over one step. Every method but `cost` and `holds` is collective."""
+
+    def __init__(
+        self, model: PolicyModel, loss: TokenLoss, ranks: Ranks, step: StepData, table: StepTerms, *, eps: float, cut: bool = True
+    ) -> None:
+        """`eps` is that of the dtype which computes.
+
+        Raises:
+            UserError: the model has dropout and the step's random states are not there.
+        """
+        self._model, self._loss, self._ranks, self._step, self._table, self.eps = model, loss, ranks, step, table, eps
+        self._blocks = named_blocks(model)
+        self._parameters = [parameter for block in self._blocks for parameter in block.parameters]
+        self._block_of = np.repeat(np.arange(len(self._blocks)), [len(block.parameters) for block in self._blocks])
+        self._replicas = np.array([num_replicas(parameter, ranks.world) for parameter in self._parameters])
+        random = draws_random_numbers(model)
+        if random and len(step.random_states) != len(step.micro_batches):
+            raise UserError(
+                f"the model has dropout, and {len(step.random_states)} random states came for {len(step.micro_batches)} micro-batches; "
+                "take `RandomState.take(device)` before each micro-batch's forward pass and hand them over, or set dropout to 0"
+            )
+        self.additive = not random
+        self._rows = RowsConfig(whole=random, coupled=loss.couples_tokens, cut=cut)
+        self._aside: list[Tensor | None] = []
+        self._random: RandomState | None = None
+        self._held: tuple[Terms, Gradients] | None = None
+        self._last: Terms | None = None
+        self._losses: list[Tensor] = []
+        self.tokens_forwarded = 0
+        """On this rank, padding included."""
+        self.leaf_blocks: dict[int, tuple[tuple[str, float], ...]] = {}
+        """(block, norm) of every term whose gradient was measured alone or as a remainder."""
+
+    def __enter__(self) -> Self:
+        self._aside = [parameter.grad for parameter in self._parameters]
+        self._random = RandomState.take(self._ranks.device)
+        self._drop()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            reshard(self._model)  # an interrupted pass leaves parameters gathered
+        for parameter, gradient in zip(self._parameters, self._aside, strict=True):
+            parameter.grad = gradient
+        self._aside, self._held, self._last = [], None, None
+        if self._random is not None:
+            self._random.put_back(self._ranks.device)
+
+    def cost(self, terms: Terms) -> int:
+        """Passes of `norm`."""
+        return num_passes(terms, self._table, self._rows)
+
+    def norm(self, terms: Terms) -> float:
+        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite. That of no terms is 0, without a pass."""
+        self._drop()
+        if not terms.size:
+            self._last = terms
+            return 0.0
+        self._losses.clear()
+        for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
+            self._run(one)
+        self._last = terms
+        return self._norm(terms, self._now(), float(torch.stack(self._losses).sum()))
+
+    def rest(self, terms: Terms) -> float:
+        """|step's gradient - gradient of these terms|."""
+        if not self._measured_last(terms):
+            self.norm(terms)
+        return self._difference(self._step_gradients(), self._now(), None)
+
+    def rest_cost(self, terms: Terms) -> int:
+        """Passes of `rest`."""
+        return 0 if self._measured_last(terms) else self.cost(terms)
+
+    def holds(self, terms: Terms) -> bool:
+        """Whether the gradient of these terms is at hand: held, measured last, or the step's own."""
+        held = self._held is not None and np.array_equal(self._held[0], terms)
+        return held or terms.size == self._table.position.size or self._measured_last(terms)
+
+    def hold(self, terms: Terms) -> None:
+        """Keep the gradient of these terms."""
+        if self._held is not None and np.array_equal(self._held[0], terms):
+            return
+        if self._measured_last(terms):
+            self._take_last(terms)
+        elif terms.size == self._table.position.size:
+            self._held = None  # before the copy, not beside it
+            self._held = (terms, [None if gradient is None else gradient.clone() for gradient in self._step_gradients()])
+        else:
+            self._held = None
+            self.norm(terms)
+            self._take_last(terms)
+
+    def remainder(self, sibling: Terms) -> float:
+        """|held - measured last|."""
+        if self._held is None:
+            raise RuntimeError("nothing is held; call `hold` first")
+        return self._difference(self._held[1], self._now(), sibling)
+
+    def descend(self, child: Terms, *, measured: bool) -> None:
+        """Hold the child that was measured last, or what it leaves of the one held."""
+        if measured:
+            self._take_last(child)
+            return
+        if self._held is None:
+            raise RuntimeError("nothing is held; call `hold` first")
+        kept = self._held[1]
+        for index, gradient in enumerate(self._now()):
+            if gradient is not None:
+                mine = kept[index]
+                kept[index] = gradient.neg() if mine is None else mine.sub_(gradient)
+        self._held = (child, kept)
+
+    def _measured_last(self, terms: Terms) -> bool:
+        return self._last is not None and np.array_equal(self._last, terms)
+
+    def _take_last(self, terms: Terms) -> None:
+        self._held = (terms, self._now())
+        self._drop()
+
+    def _drop(self) -> None:
+        self._last = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _run(self, one: Pass) -> None:
+        micro = one.rows
+        if self._rows.whole and one.source is not None:
+            self._step.random_states[one.source].put_back(self._ranks.device)
+        only = None
+        if one.chosen is not None:
+            only = torch.from_numpy(np.flatnonzero(one.chosen[micro.loss_mask])).to(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
+        context = nullcontext() if self._step.context is None else self._step.context(micro)
+        with torch.enable_grad(), context:
+            tokens = loss_tokens(micro, self._ranks.device)
+            loss, _ = self._loss(self._model, tokens, self._step.temperature, self._step.source, only)
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        self._losses.append(loss.detach())
+        self.tokens_forwarded += micro.token_ids.size
+
+    def _now(self) -> Gradients:
+        return [None if parameter.grad is None else local_tensor(parameter.grad) for parameter in self._parameters]
+
+    def _step_gradients(self) -> Gradients:
+        return [None if gradient is None else local_tensor(gradient) for gradient in self._aside]
+
+    def _norm(self, terms: Terms, gradients: Gradients, loss: float) -> float:
+        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        norms = cast(Any, torch)._foreach_norm([gradients[index] for index in there])
+        return self._reduced(terms, there, norms, loss)
+
+    def _difference(self, whole: Gradients, part: Gradients, terms: Terms | None) -> float:
+        """|whole - part|, a slice at a time, so that no third copy exists."""
+        there: list[int] = []
+        norms: list[Tensor] = []
+        for index, (mine, other) in enumerate(zip(whole, part, strict=True)):
+            if mine is not None or other is not None:
+                there.append(index)
+                norms.append(_norm_of_difference(mine, other))
+        return self._reduced(terms, there, norms)
+
+    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
+        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single term the blocks are noted.
+
+        Args:
+            loss: this rank's; where the sum is not finite, neither is the answer.
+        """
+        squares = np.zeros(len(self._parameters))
+        if there:
+            squares[there] = np.square(np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())))
+        sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
+        total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
+        *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
+        if terms is not None and terms.size == 1:
+            self.leaf_blocks[int(terms[0])] = tuple((block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True))
+        return math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
+
+
+def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
+    linalg = cast(Any, torch.linalg)
+    if one is None or other is None:
+        return linalg.vector_norm(one if other is None else other)
+    mine, theirs = one.reshape(-1), other.reshape(-1)
+    slices = [slice(start, start + _SLICE) for start in range(0, mine.numel(), _SLICE)] or [slice(0, 0)]
+    return linalg.vector_norm(torch.stack([linalg.vector_norm(mine[part] - theirs[part]) for part in slices]))
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether a forward pass of this model depends on the random state: dropout in training mode."""
+    rates = ("p", "attention_dropout", "dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
+    return any(
+        isinstance(rate := getattr(module, name, None), float) and rate > 0
+        for module in model.modules()
+        if module.training
+        for name in rates
+    )

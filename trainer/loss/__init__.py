@@ -1,0 +1,1 @@
+"""The policy loss, its settings and its off-policy corrections."""

@@ -1,0 +1,1 @@
+"""The policy model: loading, sharding, log-probs, routing replay, and its blocks."""

@@ -1,0 +1,1 @@
+"""The optimizer, its clips and its guards."""

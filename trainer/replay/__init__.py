@@ -1,0 +1,1 @@
+"""A saved step, run again: does it reproduce, and where not."""

@@ -1,0 +1,1 @@
+"""One optimizer step: from a batch to a report."""

@@ -1,0 +1,70 @@
+"""Replays the engine's experts in the forward and backward pass of a micro-batch, and counts how much of it they cover. It knows no loss and no rank."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engines.torch.moe_routers import expert_counts, find_routers
+from rollout.errors import UserError
+from trainer.consistency.checks.routing import FlatRouting, flat_routing
+from trainer.model.policy_model import PolicyModel
+from trainer.model.routing_replay import RoutingReplay
+from trainer.types.step import MicroBatch
+
+
+class BatchReplay:
+    """One a model, sharded or not."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        """Hook the routers of `model`.
+
+        Raises:
+            UserError: it is no mixture of experts.
+        """
+        counts = expert_counts(cast(Any, model.causal_lm).config.get_text_config())
+        if counts is None:
+            raise UserError(
+                f"got trainer.replay_routing = true, but {model.architecture} is not a mixture of experts; set it to false, or train a mixture of experts"
+            )
+        self._hooks = RoutingReplay(model.causal_lm, *counts)
+        self._num_experts, self._cell = counts[0], (len(find_routers(model.causal_lm)), counts[1])
+
+    @contextmanager
+    def using(self, micro: MicroBatch) -> Generator[tuple[int, int]]:
+        """Forward and backward of `micro` run inside, with the experts of its traces where they are there; all else stays native.
+
+        Yields:
+            Inputs that predict something, and how many of them run on the engine's experts.
+
+        Raises:
+            UserError: a trace has other blocks or another top_k, so engine and trainer run different models; or the routers' gates are no softmax.
+        """
+        flat = self._laid_out(micro)
+        with self._hooks.using(_tensor(flat.experts), _tensor(flat.covered)):
+            yield flat.num_expected, int(np.count_nonzero(flat.covered))
+
+    def _laid_out(self, micro: MicroBatch) -> FlatRouting:
+        """Rows in the order of the model's inputs: the last column of a micro-batch predicts nothing and is not among them."""
+        for trajectory_id, trace in zip(micro.trajectory_ids, micro.routing, strict=True):
+            if trace is not None and trace.experts.shape[1:] != self._cell:
+                raise UserError(
+                    f"trajectory {trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, {self._cell[0]} blocks, top_k {self._cell[1]}]:"
+                    " engine and trainer run different models, or the engine reports other blocks; turn trainer.replay_routing off"
+                )
+        rows, width = micro.token_ids.shape
+        whole = flat_routing(micro.routing, micro.lengths, width=width, num_experts=self._num_experts, cell=self._cell)
+        return FlatRouting(
+            experts=whole.experts.reshape(rows, width, *self._cell)[:, :-1].reshape(-1, *self._cell),
+            covered=whole.covered.reshape(rows, width)[:, :-1].reshape(-1),
+            num_expected=whole.num_expected,
+            num_hollow=whole.num_hollow,
+        )
+
+
+def _tensor(array: NDArray[np.uint8] | NDArray[np.int32] | NDArray[np.bool_]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,305 @@
+"""One trainer rank: groups in, new weights out.
+
+    groups and evidence -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
+
+Every method but `save_step`, `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.errors import UserError
+from rollout.types.trajectory import StoredGroups
+from rollout.types.weights import Canary, PolicyVersion, Transport, WeightManifest
+from trainer.algorithms.registry import build_algorithm
+from trainer.batching.batcher import TrainingBatch, build_batch
+from trainer.batching.packing import pack
+from trainer.batching.quarantine import groups_with_quarantines, quarantined
+from trainer.checkpointing.checkpoints import CheckpointState
+from trainer.checkpointing.saved_steps import SavedStep, reason_to_keep, save_step
+from trainer.checkpointing.sharded_state import load_checkpoint, save_checkpoint
+from trainer.config.consistency import NoCorrection
+from trainer.config.trainer import TrainerConfig, WeightsConfig
+from trainer.gradloc.probe import TokenLoss
+from trainer.gradloc.random_states import RandomState
+from trainer.loss.loss_settings import LossSettings
+from trainer.loss.policy_loss import PolicyLoss
+from trainer.loss.ratio_buckets import log_ratios
+from trainer.model.blocks import named_blocks
+from trainer.model.loading import DTYPES, load_policy
+from trainer.model.model_dir import check_model_dir
+from trainer.model.ranks import Ranks, join_ranks, leave_ranks, reshard
+from trainer.optim.step_watch import StepWatch
+from trainer.planted.draws import StepBatches
+from trainer.planted.due import DueFaults
+from trainer.planted.learning_rate import planted_optimizer
+from trainer.planted.loss import PlantedLoss
+from trainer.planted.pull_meter import PullMeter
+from trainer.step.batch_replay import BatchReplay
+from trainer.step.gradient_step import GradientReport, GradientStep, PhaseClock
+from trainer.types.evidence import audited_group
+from trainer.types.gradloc import Quarantined
+from trainer.types.step import MicroBatch, PlantedFault, StepReport, StepRequest
+from trainer.weights.canary import canary_token_ids
+from trainer.weights.publication import Publisher
+
+if TYPE_CHECKING:
+    from trainer.weights.transfer import Transfer
+
+
+class PolicyTrainer:
+    """One rank of `config.ranks`, in a process of its own."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        config: TrainerConfig,
+        weights: WeightsConfig,
+        total_steps: int,
+        seed: int,
+        rank: int,
+        init_method: str,
+        settings: LossSettings | None = None,
+    ) -> None:
+        """Join the other ranks and load the model of `model_dir` as version 0.
+
+        Args:
+            total_steps: where the learning-rate schedule ends.
+            init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
+            settings: importance weights of the loss, and faults planted into its gradient; None has neither.
+
+        Raises:
+            UserError: the model directory or the placement cannot work.
+        """
+        facts = check_model_dir(model_dir)
+        self._config, self._seed = config, seed
+        self._ranks = join_ranks(config, rank, init_method)
+        with ExitStack() as undo:
+            undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
+            torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
+            self._model, layout = load_policy(model_dir, config, self._ranks)
+            reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+            replay = BatchReplay(self._model) if config.replay_routing else None
+            self._algorithm = build_algorithm(config.algorithm)
+            settings = settings or LossSettings()
+            loss: TokenLoss = PolicyLoss(config.algorithm, self._algorithm, reference, settings.correction)
+            self._due: DueFaults | None = None
+            if settings.faults.in_gradients:
+                uncorrected = PolicyLoss(config.algorithm, self._algorithm, reference, NoCorrection())
+                meter = PullMeter(self._model, self._ranks, None if replay is None else replay.using)
+                real, loss = loss, PlantedLoss(loss, self._model)
+                self._due = DueFaults(
+                    settings.faults, loss, self._model, meter, real=real, uncorrected=uncorrected, corrects=settings.corrects
+                )
+            blocks = named_blocks(self._model)
+            self._optimizer = planted_optimizer(settings.faults, blocks, config.optimizer, self._ranks, total_steps)
+            watch = StepWatch(config, self._model, blocks, self._ranks)
+            self._gradient = GradientStep(
+                self._model, loss, self._optimizer, self._ranks, watch=watch, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]
+            )
+            self._publisher = Publisher(
+                self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
+            )
+            self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
+            undo.pop_all()
+        self._transfer = _transfer_of(weights, self._ranks, self._publisher)
+        self._published: WeightManifest | None = None
+        self._random = RandomState.take(self._ranks.device)
+
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
+        """One optimizer step on encoded groups; every rank gets all and takes its own share.
+
+        Raises:
+            UserError: the batch mixes sampling temperatures, or its groups do not suit the algorithm.
+        """
+        if self._transfer is not None:
+            self._transfer.release()
+        self._random = RandomState.take(self._ranks.device)
+        clock = PhaseClock()
+        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+        clock.end("decode")
+        batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
+        micro_batches: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
+        planted: tuple[PlantedFault, ...] = ()
+        if self._due is not None:
+            acted = self._due.begin(request.policy.version, batch, micro_batches)
+            batch, micro_batches, planted = acted.batch, acted.micro_batches, acted.planted
+        clock.end("pack")
+        done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
+        taken_out = quarantined(audited, done.evidence)
+        report = _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
+        return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
+
+    def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
+        """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0 only; not collective.
+
+        Returns:
+            The report with the folder's name, and with those that made room for it; the report as it is where there is nothing to keep, or
+            with the reason where the disk refuses it.
+
+        Raises:
+            UserError: no weights were published before the step.
+        """
+        reason = reason_to_keep(report, self._config.saved_steps)
+        if not reason:
+            return report
+        if self._published is None:
+            raise UserError(f"got a step to keep for {request.policy.key}, and no weights were published before it; publish the weights that it starts from")
+        whole = report if report.skipped or report.gradloc is None else report.gradloc  # what is applied may lack the culprits' terms
+        saved = SavedStep(
+            groups=groups,
+            request=request,
+            random_state=self._random.cpu.numpy(),
+            seed=self._seed,
+            dtype=self._config.dtype,
+            ranks=self._ranks.world,
+            weights=self._published.policy,
+            weights_digest=self._published.digest,
+            reason=reason,
+            applied=not report.skipped,
+            loss=whole.loss,
+            grad_norm=whole.grad_norm,
+            tau=math.nan if report.gradloc is None else report.gradloc.tau,
+            planted=report.planted,
+        )
+        try:
+            name, removed = save_step(parent, saved, self._config.saved_steps.keep)
+        except UserError as error:
+            return replace(report, not_saved=str(error))
+        return replace(report, saved=name, saves_removed=removed)
+
+    def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Raw log-probs of given tokens under the current weights: [T] -> [T - 1] nats."""
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._ranks.device)
+        positions = torch.arange(ids.numel() - 1, device=self._ranks.device)
+        with torch.no_grad():
+            logprobs, _ = self._model(ids[None, :-1], positions, ids[1:], 1.0)
+        reshard(self._model)
+        return logprobs.cpu().numpy()
+
+    def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
+        """Write the current weights as a model directory named `policy`; rank 0 returns the manifest.
+
+        Raises:
+            UserError: the directory exists or cannot be written.
+        """
+        self._published = self._publisher.publish(
+            policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids))
+        )
+        return self._published
+
+    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
+        """The manifest by which engines receive from GPU to GPU what was just published. On rank 0 only; not collective.
+
+        Raises:
+            UserError: the transport is disk.
+        """
+        return self._gpu_transfer().open(manifest, self._publisher.order, members, workers, place)
+
+    def send(self, manifest: WeightManifest) -> None:
+        """Send the current weights under a manifest of `open_transfer`.
+
+        Raises:
+            UserError: the transport is disk.
+            WeightSyncError: the transfer broke off.
+        """
+        self._gpu_transfer().send(manifest)
+
+    def _gpu_transfer(self) -> "Transfer":
+        if self._transfer is None:
+            raise UserError('got a transfer from GPU to GPU with weights.transport = "disk"; set it to "nccl" or "ipc"')
+        return self._transfer
+
+    def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
+        """Write model, optimizer, random state and `state`; complete or absent.
+
+        Raises:
+            UserError: the directory exists or cannot be written.
+        """
+        save_checkpoint(directory, state, self._model, self._optimizer, self._ranks, self._gradient.search)
+
+    def load_checkpoint(self, directory: Path) -> CheckpointState:
+        """Continue from a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            UserError: it is incomplete, damaged, or of another model.
+        """
+        return load_checkpoint(directory, self._model, self._optimizer, self._ranks, self._gradient.search)
+
+    def close(self) -> None:
+        """Leave the engines and the other ranks."""
+        if self._transfer is not None:
+            self._transfer.close()
+        leave_ranks()
+
+
+def _transfer_of(weights: WeightsConfig, ranks: Ranks, publisher: Publisher) -> "Transfer | None":
+    """Loads what sends from GPU to GPU only when the config asks for it."""
+    if weights.transport == Transport.DISK:
+        return None
+    from trainer.weights.transfer import Transfer
+
+    return Transfer(Transport(weights.transport), ranks.rank, ranks.device, publisher.whole_tensors)
+
+
+def _report(
+    request: StepRequest,
+    batch: TrainingBatch,
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    done: GradientReport,
+    clock: PhaseClock,
+    quarantined: tuple[Quarantined, ...],
+    *,
+    has_reference: bool,
+) -> StepReport:
+    sums, optimizer = done.totals, done.optimizer
+    tokens = max(1.0, sums["tokens"])
+    expected, replayed = sums["routing_expected"], sums["routing_replayed"]
+    return StepReport(
+        policy=request.policy,
+        loss=sums["loss"],
+        grad_norm=optimizer.grad_norm,
+        learning_rate=optimizer.learning_rate,
+        num_tokens=round(sums["tokens"]),
+        num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
+        num_micro_batches=len(micro_batches[0]),
+        policy_entropy=sums["entropy"] / tokens,
+        clip_fraction_low=sums["clipped_low"] / tokens,
+        clip_fraction_high=sums["clipped_high"] / tokens,
+        approx_kl=sums["approx_kl"] / tokens,
+        mean_abs_logprob_difference=sums["logprob_difference"] / tokens,
+        reference_kl=sums["reference_kl"] / tokens,
+        mean_abs_rollout_difference=sums["rollout_difference"] / tokens,
+        mean_abs_engine_difference=sums["engine_difference"] / tokens,
+        correction_weight_mean=sums["weight"] / tokens,
+        correction_ess=sums["weight"] ** 2 / (tokens * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
+        correction_zero_fraction=sums["weight_zero"] / tokens,
+        old_logprob_source=batch.old_logprob_source,
+        advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
+        trained_ids=frozenset(s.trajectory_id for s in batch.samples if np.count_nonzero(s.loss_mask) > done.removed.get(s.trajectory_id, 0)),
+        masked_ids=batch.masked_ids | done.removed.keys(),
+        zero_variance_groups=batch.zero_variance_groups,
+        phases_s=tuple(clock.phases),
+        skipped=optimizer.skipped,
+        gradloc=done.evidence,
+        quarantined=quarantined,
+        block_norms=optimizer.block_norms,
+        block_scales=optimizer.block_scales,
+        block_thresholds=optimizer.block_thresholds,
+        reward_parts=batch.reward_parts,
+        reference_kls=tuple((estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference),
+        log_ratios=log_ratios(sums, batch.old_logprob_source),
+        probes=done.probes,
+        attention_logits=done.attention_logits,
+        routing_replayed_fraction=replayed / expected if expected else 0.0,
+        routing_fallback_fraction=(expected - replayed) / expected if expected else 0.0,
+    )
