@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import call, kill
-from actors.consistency_service import ConsistencyActor, RayAuditor
-from actors.engine_actor import MAX_CONCURRENT_CALLS, EngineActor, RayEnginePort
-from actors.episode_actor import EpisodeActor, RayWorkerPort
-from actors.evaluation_actor import EvaluationActor, RayEvaluator
-from actors.reward_actor import RewardActor
+from actors.roles.consistency_service import ConsistencyActor, RayAuditor
+from actors.roles.engine_actor import MAX_CONCURRENT_CALLS, EngineActor, RayEnginePort
+from actors.roles.episode_actor import EpisodeActor, RayWorkerPort
+from actors.roles.evaluation_actor import EvaluationActor, RayEvaluator
+from actors.roles.reward_actor import RewardActor
+from actors.roles.store_actor import RemoteStore, StoreActor
+from actors.roles.trainer_actor import RayTrainer, TrainerActor
 from actors.spec import FleetSpec
-from actors.store_actor import RemoteStore, StoreActor
-from actors.trainer_actor import RayTrainer, TrainerActor
 from rollout.errors import ConcordError, ProcessLostError
 
 STOP_DEADLINE_S = 5.0

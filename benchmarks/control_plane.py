@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from harness.runs import concord_run, model_with_context, parser, report
 
-from actors.store_actor import RemoteStore
+from actors.roles.store_actor import RemoteStore
 from rollout.types.dispatch import Dispatch, StepCommit
 from rollout.types.trajectory import EncodedGroup, EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
 from rollout.types.weights import PolicyVersion
@@ -51,7 +51,7 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
 
 async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     """put + lease + acknowledge through the actor; payloads have int32 ids and float32 log-probs."""
-    from actors.store_actor import StoreActor
+    from actors.roles.store_actor import StoreActor
     from rollout.config import StoreConfig
     from rollout.types.codec import encode
     from rollout.types.prompts import Prompt, PromptCursor

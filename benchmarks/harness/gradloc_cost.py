@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config.gradloc import GivenTau
 from trainer.config.trainer import OptimizerConfig, TrainerConfig
 from trainer.gradloc import GradLoc, GradLocConfig, StepData
-from trainer.gradloc.backward_record import BackwardRecord
 from trainer.gradloc.gradloc import TermPlace
+from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.loss.policy_loss import PolicyLoss, loss_tokens
 from trainer.model.blocks import named_blocks
 from trainer.model.policy_model import PolicyModel

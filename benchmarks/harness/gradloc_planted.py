@@ -15,9 +15,9 @@ from rollout.types.trajectory import Reward
 from trainer.algorithms.grpo import Grpo
 from trainer.config.consistency import CorrectionConfig, NoCorrection
 from trainer.config.trainer import GrpoConfig
-from trainer.gradloc.backward_record import BackwardRecord
-from trainer.gradloc.probe import StepData, TokenLoss
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.backward_record import BackwardRecord
+from trainer.gradloc.probe.probe import StepData, TokenLoss
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.loss.policy_loss import PolicyLoss, loss_tokens
 from trainer.model.blocks import block_norms, gradients_of, named_blocks
 from trainer.model.policy_model import PolicyModel

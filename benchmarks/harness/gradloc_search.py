@@ -13,8 +13,8 @@ from harness.gradloc_planted import on_policy, places, plant, random_step, run_s
 
 from trainer.config.gradloc import GivenTau
 from trainer.gradloc import GradLoc, GradLocConfig, GradLocReport
-from trainer.gradloc.backward_record import BackwardRecord
 from trainer.gradloc.gradloc import TermPlace
+from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.thresholds import published_passes
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel

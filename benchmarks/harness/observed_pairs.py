@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.local_fleet import QuietReporter  # noqa: E402
-from support.local_run import drive_to_its_end  # noqa: E402
+from support.loop.local_fleet import QuietReporter  # noqa: E402
+from support.loop.local_run import drive_to_its_end  # noqa: E402
 
 from orchestrator.config import RunConfig, parse_config  # noqa: E402
 from orchestrator.exporters.prometheus import Exporter  # noqa: E402

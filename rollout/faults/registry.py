@@ -23,7 +23,7 @@ from rollout.faults.config import (
     WeightFault,
 )
 from rollout.faults.data_config import DataFault
-from rollout.faults.engine_answers import (
+from rollout.faults.engines.answers import (
     ChangedChunks,
     ChangedRequests,
     RawLogprobs,
@@ -36,10 +36,10 @@ from rollout.faults.engine_answers import (
     with_top_p,
     without_routing,
 )
-from rollout.faults.engine_speed import SlowEngine
-from rollout.faults.engine_weights import DoctoredWeights, KeptCache
+from rollout.faults.engines.speed import SlowEngine
+from rollout.faults.engines.weight_edits import weight_doctor
+from rollout.faults.engines.weights import DoctoredWeights, KeptCache
 from rollout.faults.gradient_config import GradientFault
-from rollout.faults.weight_edits import weight_doctor
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.protocols import Engine
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 from contracts.source_tree import ROOT
-from support.prometheus_rules import SELECTOR, names_in, rule_tests, rules
-from support.scrapes import metric_of
+from support.servers.prometheus_rules import SELECTOR, names_in, rule_tests, rules
+from support.servers.scrapes import metric_of
 
 from orchestrator.metrics.types import MetricType
 

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 
 import pytest
-from support.gradloc_room import on_policy, one_rank, random_step, small_model
+from support.trainer.gradloc_room import on_policy, one_rank, random_step, small_model
 
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks

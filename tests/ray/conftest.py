@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.concord_process import ConcordProcess
+from support.loop.concord_process import ConcordProcess
 
 Start = Callable[..., ConcordProcess]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.concord_process import STEP_S, ConcordProcess, write_config
+from support.loop.concord_process import STEP_S, ConcordProcess, write_config
 
 Start = Callable[..., ConcordProcess]
 

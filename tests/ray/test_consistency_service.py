@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.concord_process import MODEL, START_S, STEP_S, ConcordProcess
+from support.loop.concord_process import MODEL, START_S, STEP_S, ConcordProcess
 
 from rollout.store.sqlite.reader import open_reader
 from trainer.types.evidence import decode_evidence

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.concord_process import START_S, STEP_S, ConcordProcess, write_config
-from support.run_record import assert_counts_add_up, assert_record, events_of, summary_of
+from support.loop.concord_process import START_S, STEP_S, ConcordProcess, write_config
+from support.loop.run_record import assert_counts_add_up, assert_record, events_of, summary_of
 
 Start = Callable[..., ConcordProcess]
 REWARD = '''

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.concord_process import ENDLESS, START_S, STEP_S, ConcordProcess, write_config
-from support.run_record import assert_counts_add_up, assert_record, events_of, kinds_of, summary_of
+from support.loop.concord_process import ENDLESS, START_S, STEP_S, ConcordProcess, write_config
+from support.loop.run_record import assert_counts_add_up, assert_record, events_of, kinds_of, summary_of
 
 Start = Callable[..., ConcordProcess]
 

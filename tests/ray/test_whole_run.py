@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
-from support.concord_process import START_S, STEP_S, ConcordProcess, write_config
-from support.run_record import assert_counts_add_up, assert_record, events_of, summary_of
-from support.wandb_rows import rows_of
+from support.loop.concord_process import START_S, STEP_S, ConcordProcess, write_config
+from support.loop.run_record import assert_counts_add_up, assert_record, events_of, summary_of
+from support.servers.wandb_rows import rows_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from orchestrator.exporters.tracker_tags import tag_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from contracts.source_tree import ROOT
-from support.concord_process import MODEL, START_S, STEP_S, ConcordProcess
-from support.prometheus_server import PrometheusServer
+from support.loop.concord_process import MODEL, START_S, STEP_S, ConcordProcess
+from support.servers.prometheus_server import PrometheusServer
 
 VLLM_START_S = 240.0
 SETTINGS = {"run.steps": 5000, "model.type": "local", "model.path": str(MODEL), "engine.serve_metrics": True, "run.name": "run"}

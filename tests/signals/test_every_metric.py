@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.grafana_panels import panel_queries
-from support.local_run import drive_to_its_end
-from support.prometheus_rules import rules
-from support.prometheus_server import PrometheusServer
-from support.scrapes import series_by_metric
+from support.loop.local_run import drive_to_its_end
+from support.servers.grafana_panels import panel_queries
+from support.servers.prometheus_rules import rules
+from support.servers.prometheus_server import PrometheusServer
+from support.servers.scrapes import series_by_metric
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness.rehearsal_cases import Case, document, model_of

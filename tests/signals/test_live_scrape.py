@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from support.grafana_panels import panel_queries
-from support.local_fleet import QuietReporter
-from support.prometheus_rules import rules
-from support.prometheus_server import PrometheusServer
-from support.scrapes import scrape, series_by_metric
-from support.served_run import BATCH, config_of, drive_served
+from support.loop.local_fleet import QuietReporter
+from support.servers.grafana_panels import panel_queries
+from support.servers.prometheus_rules import rules
+from support.servers.prometheus_server import PrometheusServer
+from support.servers.scrapes import scrape, series_by_metric
+from support.servers.served_run import BATCH, config_of, drive_served
 
 from orchestrator.exporters.prometheus import Exporter
 from orchestrator.metrics.catalogue import DECLARED, sizes_of

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from support.grafana_panels import panel_queries
+from support.servers.grafana_panels import panel_queries
 
 
 def test_prometheus_parses_every_query_of_the_dashboards(tmp_path: Path):

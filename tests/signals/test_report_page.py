@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.browser import Browser
-from support.loop_case import MODEL
-from support.report_room import plant_event, plant_gap, plant_histograms, scripted_run
-from support.search_evidence import build_search
+from support.loop.loop_case import MODEL
+from support.loop.report_room import plant_event, plant_gap, plant_histograms, scripted_run
+from support.servers.browser import Browser
+from support.trainer.search_evidence import build_search
 
 from orchestrator.report.make import make_report
 from orchestrator.run_dir.search_records import SearchRecords

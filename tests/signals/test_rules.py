@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.prometheus_rules import FOLDER
+from support.servers.prometheus_rules import FOLDER
 
 pytestmark = pytest.mark.timeout(330)
 FILES = sorted((FOLDER / "tests").glob("*.yml"))

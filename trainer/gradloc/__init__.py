@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.config.gradloc import CalibratedTau, GivenTau, GradLocConfig
     from trainer.gradloc.any_loop import SumOfTerms, micro_batch, ranks_of
-    from trainer.gradloc.backward_record import BackwardRecord
     from trainer.gradloc.gradloc import GradLoc, GradLocReport
-    from trainer.gradloc.probe import StepData
+    from trainer.gradloc.probe.backward_record import BackwardRecord
+    from trainer.gradloc.probe.probe import StepData
 
 __all__ = ["BackwardRecord", "CalibratedTau", "GivenTau", "GradLoc", "GradLocConfig", "GradLocReport", "StepData", "SumOfTerms", "micro_batch", "ranks_of"]
 
@@ -16,8 +16,8 @@ _PLACES = {
     **dict.fromkeys(("CalibratedTau", "GivenTau", "GradLocConfig"), "trainer.config.trainer.gradloc"),
     **dict.fromkeys(("GradLoc", "GradLocReport"), "trainer.gradloc.gradloc"),
     **dict.fromkeys(("SumOfTerms", "micro_batch", "ranks_of"), "trainer.gradloc.any_loop"),
-    "BackwardRecord": "trainer.gradloc.backward_record",
-    "StepData": "trainer.gradloc.probe",
+    "BackwardRecord": "trainer.gradloc.probe.backward_record",
+    "StepData": "trainer.gradloc.probe.probe",
 }
 """Loaded on first use, so that `trainer.config.trainer.gradloc` costs no torch."""
 

@@ -14,8 +14,8 @@ from trainer.batching.packing import micro_batch_of
 from trainer.config.gradloc import GradLocConfig
 from trainer.gradloc.block_history import BlockHistory
 from trainer.gradloc.gradloc import GradLocHit
-from trainer.gradloc.probe import Context
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.probe import Context
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.loss.policy_loss import loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, reshard

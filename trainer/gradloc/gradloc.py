@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from rollout.errors import UserError
 from trainer.config.gradloc import GivenTau, GradLocConfig
-from trainer.gradloc.backward_record import BackwardRecord
-from trainer.gradloc.probe import GradientProbe, StepData, TokenLoss
+from trainer.gradloc.probe.backward_record import BackwardRecord
+from trainer.gradloc.probe.probe import GradientProbe, StepData, TokenLoss
+from trainer.gradloc.probe.step_terms import NO_TERMS, RankTerms, StepTerms, Terms, rank_terms, step_terms
+from trainer.gradloc.probe.term_pulls import Pulls, in_order_of_terms, likely_terms
 from trainer.gradloc.search import EXPLAINED, Outcome, SearchLimits, StepSearch
 from trainer.gradloc.spent_passes import SpentPasses
-from trainer.gradloc.step_terms import NO_TERMS, RankTerms, StepTerms, Terms, rank_terms, step_terms
-from trainer.gradloc.term_pulls import Pulls, in_order_of_terms, likely_terms
 from trainer.gradloc.thresholds import set_threshold
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.gradloc.step_terms import NO_TERMS, StepTerms, Terms
+from trainer.gradloc.probe.step_terms import NO_TERMS, StepTerms, Terms
 from trainer.gradloc.thresholds import set_threshold
 from trainer.gradloc.tree import KAPPA, PassBudget, Predicate, Segment, TreeSearch
 

@@ -11,7 +11,7 @@ from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
 from rollout.faults.gradient_config import BlockExplosionFault, DiffuseSpikeFault, GradientFault, NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
 from trainer.batching.batcher import TrainingBatch
-from trainer.gradloc.probe import TokenLoss
+from trainer.gradloc.probe.probe import TokenLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.draws import DrawnTerm, StepBatches, StepPulls, candidates, draw_terms, generator
 from trainer.planted.loss import PlantedLoss, PlantedStep

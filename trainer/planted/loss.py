@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.faults.gradient_config import RatioSpikeFault
 from trainer.batching.batcher import TrainingBatch
-from trainer.gradloc.probe import TokenLoss
+from trainer.gradloc.probe.probe import TokenLoss
 from trainer.loss.policy_loss import LossTokens
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock

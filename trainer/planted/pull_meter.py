@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.batching.batcher import TrainingBatch
-from trainer.gradloc.probe import Context, TokenLoss
+from trainer.gradloc.probe.probe import Context, TokenLoss
 from trainer.loss.policy_loss import loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, reshard

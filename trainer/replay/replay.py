@@ -21,8 +21,8 @@ from trainer.config.gradloc import CalibratedTau, GivenTau, GradLocConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.gradloc import GradLoc
 from trainer.gradloc.gradloc import StepSigns
-from trainer.gradloc.probe import StepData, TokenLoss, draws_random_numbers
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.probe import StepData, TokenLoss, draws_random_numbers
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.gradloc.search import Outcome
 from trainer.loss.loss_settings import LossSettings
 from trainer.loss.policy_loss import PolicyLoss, loss_tokens

@@ -12,12 +12,12 @@ import torch
 
 from trainer.batching.batcher import TrainingBatch
 from trainer.config.gradloc import GradLocConfig
-from trainer.gradloc.backward_record import BackwardRecord
 from trainer.gradloc.block_history import BlockHistory
 from trainer.gradloc.culprits import CulpritReader
 from trainer.gradloc.gradloc import GradLoc, GradLocReport, StepSigns, TermPlace, without_terms, without_trajectories
-from trainer.gradloc.probe import Context, StepData, TokenLoss
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.backward_record import BackwardRecord
+from trainer.gradloc.probe.probe import Context, StepData, TokenLoss
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.gradloc.search import Outcome
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks

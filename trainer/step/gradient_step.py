@@ -14,8 +14,8 @@ import torch
 
 from trainer.batching.batcher import TrainingBatch
 from trainer.config.gradloc import GradLocConfig
-from trainer.gradloc.probe import TokenLoss, draws_random_numbers
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.probe import TokenLoss, draws_random_numbers
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.loss.policy_loss import SUMS, loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks

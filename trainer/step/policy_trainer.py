@@ -28,8 +28,8 @@ from trainer.checkpointing.saved_steps import SavedStep, reason_to_keep, save_st
 from trainer.checkpointing.sharded_state import load_checkpoint, save_checkpoint
 from trainer.config.consistency import NoCorrection
 from trainer.config.trainer import TrainerConfig, WeightsConfig
-from trainer.gradloc.probe import TokenLoss
-from trainer.gradloc.random_states import RandomState
+from trainer.gradloc.probe.probe import TokenLoss
+from trainer.gradloc.probe.random_states import RandomState
 from trainer.loss.loss_settings import LossSettings
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.loss.ratio_buckets import log_ratios

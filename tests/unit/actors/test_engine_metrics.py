@@ -4,7 +4,7 @@ import urllib.request
 
 import pytest
 
-from actors.engine_metrics import serve_engine_metrics
+from actors.roles.engine_metrics import serve_engine_metrics
 from rollout.config import EngineConfig, ScriptedConfig, TorchEngineConfig, VllmConfig
 from rollout.errors import UserError
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.audit_room import PROMPT, Audits, Row, Sequences, completion_rows, kinds, next_token_rows, sample, token_rows, write_dump
-from support.torch_models import Reference, manifest_of
-from support.trainer_room import write_model
+from support.consistency.audit_room import PROMPT, Audits, Row, Sequences, completion_rows, kinds, next_token_rows, sample, token_rows, write_dump
+from support.trainer.torch_models import Reference, manifest_of
+from support.trainer.trainer_room import write_model
 from typer.testing import CliRunner
 
 from orchestrator.commands.main import app

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.builders import build_stored
-from support.local_fleet import LocalFleet, QuietReporter, inputs_of
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.local_run import drive_to_its_end
+from support.loop.local_run import drive_to_its_end
 
 from benchmarks.harness.doctor_cases import CASES, document
 from orchestrator.config import parse_config

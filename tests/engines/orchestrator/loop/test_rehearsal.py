@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from support.local_run import drive_to_its_end
+from support.loop.local_run import drive_to_its_end
 
 from benchmarks.harness.rehearsal_cases import CASES, document, findings, model_of, problem, read_events
 from orchestrator.config import RunConfig, parse_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
+from support.trainer.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
 
 from rollout.config import TorchEngineConfig
 from rollout.engines.torch.engine import TorchEngine
@@ -24,9 +24,9 @@ from rollout.faults.config import (
     StaleReplicaFault,
     WeightFault,
 )
-from rollout.faults.doctored_files import doctored_copy
+from rollout.faults.engines.doctored_files import doctored_copy
+from rollout.faults.engines.weight_edits import weight_doctor
 from rollout.faults.registry import plant_engine
-from rollout.faults.weight_edits import weight_doctor
 from rollout.published.manifest import read_manifest, verify_directory, write_manifest
 from rollout.published.number_formats import decoded, encoded, rounded_to_bf16, rounded_to_e4m3
 from rollout.types.generation import PauseMode, TokenChunk

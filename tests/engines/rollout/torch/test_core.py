@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.torch_models import Reference, by_sample, core_of, logprobs_of, manifest_of, request_of, run_dry, save_random_model, tokens_of
+from support.trainer.torch_models import Reference, by_sample, core_of, logprobs_of, manifest_of, request_of, run_dry, save_random_model, tokens_of
 
 from rollout.errors import EngineError, UserError
 from rollout.types.generation import PauseMode, SamplingParams

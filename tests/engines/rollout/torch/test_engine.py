@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
+from support.trainer.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
 
 from rollout.config import TorchEngineConfig
 from rollout.engines.torch.engine import TorchEngine

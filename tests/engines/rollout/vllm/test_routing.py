@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.builders import BASE
-from support.torch_models import manifest_of, save_random_model
+from support.trainer.torch_models import manifest_of, save_random_model
 
 from rollout.config import SamplingConfig, VllmConfig
 from rollout.engines.vllm.engine import VllmEngine

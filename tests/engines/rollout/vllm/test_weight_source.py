@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from support.trainer_room import write_model
+from support.trainer.trainer_room import write_model
 
 from rollout.errors import UserError
 from rollout.published.digests import manifest_digest

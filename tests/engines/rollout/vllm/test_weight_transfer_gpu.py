@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from support.trainer_room import write_model
+from support.trainer.trainer_room import write_model
 from support.vllm_room import VllmRoom
 
 from rollout.config import VllmConfig

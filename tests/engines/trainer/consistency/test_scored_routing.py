@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.builders import BASE, build_tag, build_trajectory
-from support.torch_models import by_sample, core_of, logprobs_of, request_of, run_dry, save_random_model, tokens_of
-from support.trainer_room import VOCABULARY, write_model
-from support.trainer_scenarios import build, step
+from support.trainer.torch_models import by_sample, core_of, logprobs_of, request_of, run_dry, save_random_model, tokens_of
+from support.trainer.trainer_room import VOCABULARY, write_model
+from support.trainer.trainer_scenarios import build, step
 from transformers import AutoModelForCausalLM
 
 from rollout.types.generation import TokenChunk

@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.builders import build_trajectory
-from support.torch_models import Reference
-from support.trainer_room import VOCABULARY, write_model
-from support.trainer_scenarios import build, step
+from support.trainer.torch_models import Reference
+from support.trainer.trainer_room import VOCABULARY, write_model
+from support.trainer.trainer_scenarios import build, step
 from transformers import DynamicCache
 
 from rollout.errors import UserError, WeightSyncError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from support.gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
 from support.paths import ROOT
+from support.trainer.gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
 from torch import Tensor
 
 from rollout.errors import UserError
@@ -19,9 +19,9 @@ from trainer.config.consistency import NoCorrection
 from trainer.config.gradloc import CalibratedTau, GivenTau, GradLocConfig
 from trainer.config.trainer import GrpoConfig
 from trainer.gradloc import GradLoc
-from trainer.gradloc.backward_record import BackwardRecord
 from trainer.gradloc.gradloc import StepSigns, TermPlace, without_terms
-from trainer.gradloc.probe import StepData
+from trainer.gradloc.probe.backward_record import BackwardRecord
+from trainer.gradloc.probe.probe import StepData
 from trainer.gradloc.search import Outcome
 from trainer.gradloc.spent_passes import WINDOW_STEPS
 from trainer.loss.policy_loss import PolicyLoss

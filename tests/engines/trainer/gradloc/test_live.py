@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.builders import build_routing, build_stored
-from support.gradloc_live_room import (
+from support.trainer.gradloc_live_room import (
     NOT_A_NUMBER,
     SPIKE,
     Place,
@@ -24,7 +24,7 @@ from support.gradloc_live_room import (
     take,
     usual_tau,
 )
-from support.trainer_room import write_model
+from support.trainer.trainer_room import write_model
 
 from rollout.errors import UserError
 from rollout.types.weights import PolicyVersion

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.gradloc_room import located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
 
 from rollout.errors import UserError
 from trainer.config.consistency import CorrectionConfig, MisSequenceConfig, NoCorrection, OpsmConfig
-from trainer.gradloc.probe import GradientProbe, StepData
-from trainer.gradloc.step_terms import rank_terms, step_terms
+from trainer.gradloc.probe.probe import GradientProbe, StepData
+from trainer.gradloc.probe.step_terms import rank_terms, step_terms
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 from trainer.types.step import MicroBatch

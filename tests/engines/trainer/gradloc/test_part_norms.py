@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.gradloc_room import (
+from support.trainer.gradloc_room import (
     located,
     on_policy,
     places,
@@ -19,11 +19,11 @@ from support.gradloc_room import (
     two_ranks_know_the_norms_of_parts,
     watching,
 )
-from support.trainer_room import run_ranks
+from support.trainer.trainer_room import run_ranks
 from torch.distributed.fsdp import FSDPModule
 
 from rollout.errors import UserError
-from trainer.gradloc.backward_record import BackwardRecord
+from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 

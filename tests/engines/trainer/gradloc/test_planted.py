@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from support.gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
 
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks

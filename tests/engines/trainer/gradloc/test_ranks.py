@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import trainer_scenarios as scenarios
-from support.gradloc_live_room import mask_two_culprits, usual_tau
-from support.gradloc_room import hybrid_ranks_find_the_same, ranks_find_what_was_planted
-from support.trainer_room import run_ranks, write_model
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.gradloc_live_room import mask_two_culprits, usual_tau
+from support.trainer.gradloc_room import hybrid_ranks_find_the_same, ranks_find_what_was_planted
+from support.trainer.trainer_room import run_ranks, write_model
 
 pytestmark = pytest.mark.timeout(240)
 

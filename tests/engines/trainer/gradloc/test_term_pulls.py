@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.gradloc_room import (
+from support.trainer.gradloc_room import (
     located,
     on_policy,
     places,
@@ -18,9 +18,9 @@ from support.gradloc_room import (
     two_ranks_share_their_pulls,
     watching,
 )
-from support.trainer_room import run_ranks
+from support.trainer.trainer_room import run_ranks
 
-from trainer.gradloc.backward_record import BackwardRecord
+from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support import trainer_scenarios as scenarios
 from support.builders import BASE, build_dispatch, build_group, build_stored
-from support.trainer_room import VOCABULARY, write_model
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.trainer_room import VOCABULARY, write_model
 
 from rollout.errors import UserError
 from rollout.types.trajectory import RoutingTrace, Trajectory, TrajectoryGroup

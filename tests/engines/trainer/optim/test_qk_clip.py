@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainer_room import write_model
+from support.trainer.trainer_room import write_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import stability_scenarios as scenarios
-from support.trainer_room import run_ranks, write_model
-from support.trainer_scenarios import tensors
+from support.trainer import stability_scenarios as scenarios
+from support.trainer.trainer_room import run_ranks, write_model
+from support.trainer.trainer_scenarios import tensors
 
 pytestmark = pytest.mark.timeout(240)
 WORLD = 2

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import trainer_scenarios as scenarios
-from support import watch_scenarios
-from support.trainer_room import run_ranks, stored, write_model
-from support.watch_scenarios import LIMIT
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer import watch_scenarios
+from support.trainer.trainer_room import run_ranks, stored, write_model
+from support.trainer.watch_scenarios import LIMIT
 from transformers import AutoModelForCausalLM
 
 from rollout.errors import UserError

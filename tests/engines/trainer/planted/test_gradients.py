@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.builders import build_evidence, build_stored
-from support.gradloc_live_room import healthy_groups, negative_places
-from support.trainer_room import run_ranks, stored, write_model
-from support.trainer_scenarios import SPIKES_THEN_NAN, build, step, tell_what_was_planted, two_ranks_are_hit
+from support.trainer.gradloc_live_room import healthy_groups, negative_places
+from support.trainer.trainer_room import run_ranks, stored, write_model
+from support.trainer.trainer_scenarios import SPIKES_THEN_NAN, build, step, tell_what_was_planted, two_ranks_are_hit
 
 from rollout.errors import UserError
 from rollout.faults.config import FaultConfig, FaultsConfig

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gradloc_room import on_policy, random_step, run_step, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import on_policy, random_step, run_step, spiking_loss, tau_of, watching
 
 from rollout.faults.config import FaultConfig, FaultsConfig
 from rollout.faults.gradient_config import BlockExplosionFault, GradSpikeFault, NanTokenFault, TwoSpikesFault

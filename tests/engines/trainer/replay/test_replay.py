@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.local_run import drive_to_its_end
+from support.loop.local_run import drive_to_its_end
+from support.loop.run_record import events_of
 from support.paths import MODEL
-from support.run_record import events_of
-from support.trainer_room import stored, write_model
-from support.trainer_scenarios import build, step
+from support.trainer.trainer_room import stored, write_model
+from support.trainer.trainer_scenarios import build, step
 
 from orchestrator.commands.gradloc import show_searches
 from orchestrator.commands.replay import replay_step

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import trainer_scenarios as scenarios
-from support.trainer_room import run_ranks, write_model
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.trainer_room import run_ranks, write_model
 
 from trainer.step.policy_trainer import PolicyTrainer
 

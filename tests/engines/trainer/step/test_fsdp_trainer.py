@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import trainer_scenarios as scenarios
 from support.builders import build_dispatch, build_group, build_stored
-from support.trainer_room import VOCABULARY, stored, write_model
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.trainer_room import VOCABULARY, stored, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rollout.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.grafana_server import TOKEN, GrafanaServer
+from support.servers.grafana_server import TOKEN, GrafanaServer
 
 from orchestrator.commands.dashboards_push import DASHBOARDS, FOLDER_UID, SOURCE_NAME, WAITS_S, Grafana, push
 from rollout.errors import UserError

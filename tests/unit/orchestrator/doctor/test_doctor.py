@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.doctor_runs import MadeUpRun, healthy, rescore
+from support.loop.doctor_runs import MadeUpRun, healthy, rescore
 
 from orchestrator.doctor.advice import ADVICE, LAYER_3_TOOLS
 from orchestrator.doctor.diagnosis import RULES, diagnose

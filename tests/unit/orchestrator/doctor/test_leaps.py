@@ -1,6 +1,6 @@
 """What the doctor lays at the door of a leap of KL, and what not."""
 
-from support.doctor_runs import MadeUpRun, healthy, rescore
+from support.loop.doctor_runs import MadeUpRun, healthy, rescore
 
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.metrics.causes import Cause

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric as Family
-from support.local_fleet import QuietReporter
-from support.scrapes import scrape, series_by_metric, value_of
-from support.served_run import BATCH, GROUP, config_of, drive_served
+from support.loop.local_fleet import QuietReporter
+from support.servers.scrapes import scrape, series_by_metric, value_of
+from support.servers.served_run import BATCH, GROUP, config_of, drive_served
 
 from orchestrator.exporters.prometheus import Exporter, Text, _family
 from orchestrator.exporters.prometheus_targets import Targets

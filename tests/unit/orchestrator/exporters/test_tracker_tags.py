@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from support.every_signal import series_of, snapshot_of_everything
+from support.loop.every_signal import series_of, snapshot_of_everything
 
 from orchestrator.exporters.tracker_tags import LEFT_OUT, STEPS, Bars, TrackedSignals, meaning_of, tag_of
 from orchestrator.metrics.catalogue import CATALOGUE, COLUMNS, DECLARED

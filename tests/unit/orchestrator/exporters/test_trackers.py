@@ -7,11 +7,11 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 import wandb
-from support.every_signal import snapshot_of_everything
-from support.local_fleet import QuietReporter
-from support.loop_case import Case, config_of
-from support.served_run import BATCH, GROUP, drive_served
-from support.wandb_rows import rows_of
+from support.loop.every_signal import snapshot_of_everything
+from support.loop.local_fleet import QuietReporter
+from support.loop.loop_case import Case, config_of
+from support.servers.served_run import BATCH, GROUP, drive_served
+from support.servers.wandb_rows import rows_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 

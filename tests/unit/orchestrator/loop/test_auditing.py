@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from support.audit_fakes import ScriptedScorer, scripted_auditor
-from support.local_fleet import LocalFleet, QuietReporter, inputs_of
+from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
+from support.loop.local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
+from support.loop.run_record import assert_every_dispatch_ends_once, events_of
 from support.paths import MODEL
-from support.run_record import assert_every_dispatch_ends_once, events_of
 
 from orchestrator.config import RunConfig, parse_config
 from orchestrator.deadlines import Progress

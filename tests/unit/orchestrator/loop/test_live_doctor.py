@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from support.doctor_runs import MadeUpRun, healthy, rescore
+from support.loop.doctor_runs import MadeUpRun, healthy, rescore
 
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_EVENTS, MAX_ROWS, Fields, LiveDoctor

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.local_fleet import EngineWrap, LocalFleet
-from support.loop_case import Case, assert_accounted, config_of
+from support.loop.local_fleet import EngineWrap, LocalFleet
+from support.loop.loop_case import Case, assert_accounted, config_of
 
 from orchestrator.config import RunConfig
 from orchestrator.deadlines import Progress

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from support.loop_case import Case
+from support.loop.loop_case import Case
 
 from orchestrator.metrics.blocks import BlockValue, block_values
 from orchestrator.run_dir.metrics_writer import BlockRecorder

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.builders import build_tag
-from support.local_fleet import EngineWrap, EngineWrapper, LocalEnginePort, LocalFleet, LocalWorkerPort, QuietReporter, inputs_of
+from support.loop.local_fleet import EngineWrap, EngineWrapper, LocalEnginePort, LocalFleet, LocalWorkerPort, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from actors.ports import Started

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from plotly import graph_objects
 from pyarrow import parquet
-from support.loop_case import MODEL
-from support.report_room import plant_event, plant_gap, plant_histograms, scripted_run
-from support.search_evidence import build_search
+from support.loop.loop_case import MODEL
+from support.loop.report_room import plant_event, plant_gap, plant_histograms, scripted_run
+from support.trainer.search_evidence import build_search
 
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.report.attribution import attributed

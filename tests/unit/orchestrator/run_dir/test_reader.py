@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.doctor_runs import MadeUpRun, healthy
+from support.loop.doctor_runs import MadeUpRun, healthy
 from typer.testing import CliRunner
 
 from orchestrator.commands.doctor import examine

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loop_case import MODEL, Case, assert_accounted
-from support.search_evidence import Searching, build_culprit, build_search
+from support.loop.loop_case import MODEL, Case, assert_accounted
+from support.trainer.search_evidence import Searching, build_culprit, build_search
 
 from orchestrator.commands.explain import explain_trajectory
 from orchestrator.commands.gradloc import show_searches

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from support.loop_case import Case, assert_accounted
-from support.run_record import events_of
-from support.search_evidence import Searching, build_search
+from support.loop.loop_case import Case, assert_accounted
+from support.loop.run_record import events_of
+from support.trainer.search_evidence import Searching, build_search
 
 from orchestrator.metrics.blocks import BlockValue
 from orchestrator.metrics.distributions import Distributions

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.builders import build_tag
-from support.local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
+from support.loop.local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from actors.ports import Fleet, Started, TrainerPort, Updated

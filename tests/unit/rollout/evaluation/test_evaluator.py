@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.builders import BASE, build_tag
 from support.episode_fakes import EOS, TOKENIZER, ToldEngine, chunk, stopping
-from support.local_fleet import inputs_of
+from support.loop.local_fleet import inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config

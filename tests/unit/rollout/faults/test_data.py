@@ -26,7 +26,7 @@ from rollout.faults.data_config import (
     RewardFlipFault,
     TrainEvalOverlapFault,
 )
-from rollout.faults.engine_speed import SlowEngine
+from rollout.faults.engines.speed import SlowEngine
 from rollout.faults.evaluations import plant_evaluator
 from rollout.faults.rewards import PART, plant_reward
 from rollout.faults.sources import plant_source

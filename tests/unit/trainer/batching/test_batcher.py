@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.builders import build_dispatch, build_evidence, build_group, build_trajectory
-from support.search_evidence import build_culprit, build_search
+from support.trainer.search_evidence import build_culprit, build_search
 
 from rollout.errors import UserError
 from rollout.types.trajectory import LogprobSemantics, TrajectoryGroup, VersionSpan
@@ -19,7 +19,6 @@ from trainer.batching.packing import pack
 from trainer.batching.quarantine import quarantined
 from trainer.config.trainer import GrpoConfig
 from trainer.loss.policy_loss import loss_tokens
-from trainer.staleness import summarize_staleness, token_staleness
 from trainer.types.evidence import AuditedGroup, decode_evidence
 from trainer.types.gradloc import Acted
 from trainer.types.step import OldLogprobSource, Verdict
@@ -179,20 +178,9 @@ def test_a_loss_token_is_predicted_from_the_position_before_it():
         assert flat.token_ids[row, column] == trajectory.token_ids[column]
 
 
-def test_token_staleness_is_the_golden_one(golden: dict[str, Any]):
+def test_token_versions_are_the_golden_ones(golden: dict[str, Any]):
     vector = golden["V14_spans"]
     shift = 3
     spans = tuple(VersionSpan(PolicyVersion(1, s["version"]), s["start"] + shift, s["end"] + shift) for s in vector["spans"])
     trajectory = replace(build_trajectory(prompt_tokens=shift, spans=((V1, 6),)), version_spans=spans)
     assert trajectory.token_versions()[shift:].tolist() == vector["token_versions"]
-    ages = token_staleness(trajectory, vector["train_version"])
-    assert ages[:shift].tolist() == [-1] * shift
-    assert ages[shift:].tolist() == vector["token_staleness"]
-    summary = summarize_staleness(trajectory, vector["train_version"])
-    assert (summary.worst, summary.distinct, summary.oldest) == (vector["worst"], vector["distinct"], vector["oldest"])
-    assert summary.mean == pytest.approx(vector["mean"], rel=1e-9)
-
-
-def test_a_token_from_the_future_is_an_error():
-    with pytest.raises(ValueError, match="version 3"):
-        token_staleness(build_trajectory(spans=((V3, 2),)), 2)

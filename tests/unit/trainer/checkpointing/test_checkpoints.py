@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.paths import ROOT
-from support.trainer_room import stored
+from support.trainer.trainer_room import stored
 
 from rollout.errors import UserError, WeightSyncError
 from rollout.published.digests import manifest_digest

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.search_evidence import build_search
-from support.trainer_room import stored
+from support.trainer.search_evidence import build_search
+from support.trainer.trainer_room import stored
 
 from rollout.errors import UserError
 from rollout.types.weights import PolicyVersion

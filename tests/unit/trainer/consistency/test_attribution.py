@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.attribution_room import AS_LOGGED, LIMITS, ROUTED, TableRescorer, V, ask, baseline, failed, parts, trajectory
 from support.builders import BASE
+from support.consistency.attribution_room import AS_LOGGED, LIMITS, ROUTED, TableRescorer, V, ask, baseline, failed, parts, trajectory
 
 from rollout.published.number_formats import rounded_to_bf16
 from rollout.types.trajectory import RoutingTrace, Trajectory, VersionSpan

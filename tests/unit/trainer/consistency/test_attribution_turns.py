@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.attribution_room import AS_LOGGED, TableRescorer, V, ask, parts
 from support.builders import build_trajectory
+from support.consistency.attribution_room import AS_LOGGED, TableRescorer, V, ask, parts
 
 from rollout.types.trajectory import Trajectory, VersionSpan
 from trainer.consistency.attribution.inquiry import AttributionFacts

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.audit_fakes import ScriptedScorer, scripted_auditor
 from support.builders import BASE, build_dispatch, build_group, build_stored, build_trajectory
+from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
 
 from orchestrator.loop.auditing import ConsistencySums
 from orchestrator.signals.consistency import UNKNOWN, routing_columns

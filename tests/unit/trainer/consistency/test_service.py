@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.audit_fakes import ScriptedScorer, scripted_auditor
 from support.builders import BASE, build_dispatch, build_group, build_stored
-from support.search_evidence import build_culprit, build_search
+from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
+from support.trainer.search_evidence import build_culprit, build_search
 
 from rollout.types.trajectory import TrajectoryGroup
 from rollout.types.weights import PolicyVersion

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from support.builders import build_evidence, build_group
-from support.search_evidence import build_culprit, build_search
+from support.trainer.search_evidence import build_culprit, build_search
 
 from orchestrator.config import parse_config
 from rollout.errors import UserError

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.gradloc_fakes import TermsProbe
+from support.trainer.gradloc_fakes import TermsProbe
 
+from trainer.gradloc.probe.step_terms import RankTerms, StepTerms, Terms, step_terms
 from trainer.gradloc.search import Outcome, SearchLimits, SearchResult, StepSearch
-from trainer.gradloc.step_terms import RankTerms, StepTerms, Terms, step_terms
 
 NONE: Terms = np.zeros(0, dtype=np.int64)
 TAU = 24.0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.gradloc.term_pulls import in_order_of_terms, likely_terms
+from trainer.gradloc.probe.term_pulls import in_order_of_terms, likely_terms
 
 
 def pulls(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.gradloc_fakes import VectorProbe
 from support.paths import GOLDEN_FOLDER
+from support.trainer.gradloc_fakes import VectorProbe
 
 from trainer.gradloc.tree import Hit, PassBudget, Predicate, Segment, TreeSearch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainer_room import write_model
+from support.trainer.trainer_room import write_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.trainer_room import write_bare_model
+from support.trainer.trainer_room import write_bare_model
 
 from rollout.errors import UserError
 from trainer.model.model_dir import check_model_dir

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.trainer_room import stored
+from support.trainer.trainer_room import stored
 
 from rollout.faults.gradient_config import GradSpikeFault, NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
 from trainer.algorithms.grpo import Grpo

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.faults.config import KvKeptFault, WeightFault
-from rollout.faults.engine import EngineWrapper
-from rollout.faults.weight_edits import WeightDoctor
+from rollout.faults.engines.engine import EngineWrapper
+from rollout.faults.engines.weight_edits import WeightDoctor
 from rollout.types.generation import PauseMode
 from rollout.types.protocols import Engine
 from rollout.types.trajectory import EngineTag

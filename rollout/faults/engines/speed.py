@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.faults.config import SlowReplicaFault
-from rollout.faults.engine import EngineWrapper
+from rollout.faults.engines.engine import EngineWrapper
 from rollout.types.generation import GenerationRequest, TokenChunk
 from rollout.types.protocols import Engine
 

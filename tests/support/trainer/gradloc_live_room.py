@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from support import trainer_scenarios as scenarios
 from support.builders import build_dispatch, build_evidence, build_group, build_stored
-from support.trainer_room import VOCABULARY
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.trainer_room import VOCABULARY
 
 from rollout.types.trajectory import StoredGroups, TrajectoryGroup
 from rollout.types.weights import PolicyVersion

@@ -12,9 +12,9 @@ import ray
 from numpy.typing import NDArray
 
 from actors.calls import call, kill
-from actors.engine_metrics import serve_engine_metrics
 from actors.ports import Started, Updated
 from actors.process import enter_process
+from actors.roles.engine_metrics import serve_engine_metrics
 from actors.spec import FleetSpec
 from rollout.engines.registry import build_engine
 from rollout.errors import ConcordError, EngineError, boundary

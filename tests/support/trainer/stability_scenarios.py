@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import trainer_scenarios as scenarios
+from support.trainer import trainer_scenarios as scenarios
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rollout.errors import EngineError, boundary
 from rollout.faults.config import FaultSection
 from rollout.faults.draws import selected
-from rollout.faults.engine import EngineWrapper, closing
+from rollout.faults.engines.engine import EngineWrapper, closing
 from rollout.published.number_formats import rounded_to_bf16
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.generation import GenerationRequest, TokenChunk

@@ -15,7 +15,7 @@ from benchmarks.harness.gradloc_planted import Ran, Spiking, on_policy, places, 
 from trainer.config.gradloc import GivenTau, GradLocConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.gradloc import GradLoc, GradLocReport
-from trainer.gradloc.backward_record import BackwardRecord
+from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.search import Outcome
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, join_ranks, leave_ranks

@@ -7,9 +7,9 @@ from typing import Any
 import ray
 
 from actors.calls import call, kill
-from actors.engine_actor import RayEnginePort, RemoteEngine
 from actors.ports import EnginePort
 from actors.process import enter_process
+from actors.roles.engine_actor import RayEnginePort, RemoteEngine
 from actors.spec import FleetSpec
 from rollout.errors import ConcordError
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator

@@ -7,12 +7,12 @@ from typing import Any
 import ray
 
 from actors.calls import call, kill
-from actors.engine_actor import RayEnginePort, RemoteEngine
 from actors.ports import EnginePort
 from actors.process import enter_process
-from actors.reward_actor import RayRewardPort
+from actors.roles.engine_actor import RayEnginePort, RemoteEngine
+from actors.roles.reward_actor import RayRewardPort
+from actors.roles.store_actor import RemoteStore
 from actors.spec import FleetSpec
-from actors.store_actor import RemoteStore
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import EpisodeSettings
 from rollout.episodes.worker import EpisodeWorker, Outcome, WorkerSettings

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from support.local_fleet import LocalFleet, QuietReporter, inputs_of
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 
 from orchestrator.config import RunConfig
 from orchestrator.exporters.prometheus import Exporter

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import trainer_scenarios as scenarios
-from support.trainer_room import VOCABULARY, write_model
+from support.trainer import trainer_scenarios as scenarios
+from support.trainer.trainer_room import VOCABULARY, write_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollout.types.weights import PolicyVersion

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from support.audit_fakes import ScriptedScorer, scripted_auditor
-from support.local_fleet import LocalFleet, QuietReporter, inputs_of
+from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config

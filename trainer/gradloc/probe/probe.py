@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import UserError
-from trainer.gradloc.random_states import RandomState
-from trainer.gradloc.step_terms import StepTerms, Terms
-from trainer.gradloc.term_rows import Pass, RowsConfig, num_passes, rank_passes
+from trainer.gradloc.probe.random_states import RandomState
+from trainer.gradloc.probe.step_terms import StepTerms, Terms
+from trainer.gradloc.probe.term_rows import Pass, RowsConfig, num_passes, rank_passes
 from trainer.loss.policy_loss import LossTokens, loss_tokens
 from trainer.model.blocks import named_blocks, num_replicas
 from trainer.model.policy_model import PolicyModel

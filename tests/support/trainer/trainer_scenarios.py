@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
-from support.trainer_room import stored
+from support.trainer.trainer_room import stored
 
 from rollout.faults.config import FaultsConfig
 from rollout.faults.gradient_config import GradSpikeFault, NanTokenFault, RatioSpikeFault, TwoSpikesFault

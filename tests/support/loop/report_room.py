@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from support.loop_case import Case
+from support.loop.loop_case import Case
 
 from orchestrator.metrics.catalogue import DECLARED
 from orchestrator.metrics.distributions import Distributions

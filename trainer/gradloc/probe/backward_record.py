@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from trainer.gradloc.part_norms import PartNorms
-from trainer.gradloc.term_pulls import Pulls, TermPulls
+from trainer.gradloc.probe.part_norms import PartNorms
+from trainer.gradloc.probe.term_pulls import Pulls, TermPulls
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.gradloc.step_terms import Terms
+from trainer.gradloc.probe.step_terms import Terms
 from trainer.gradloc.tree import Segment
 
 

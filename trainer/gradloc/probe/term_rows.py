@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import RoutingTrace
-from trainer.gradloc.step_terms import StepTerms, Terms
+from trainer.gradloc.probe.step_terms import StepTerms, Terms
 from trainer.types.step import MicroBatch
 
 FILLER = MicroBatch(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.local_fleet import LocalFleet, QuietReporter, inputs_of
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.errors import UserError
 from rollout.faults.config import CorruptTensorFault, LowPrecisionReplicaFault, RoutingPerturbedFault, StaleHeadFault, StaleReplicaFault, WeightFault
-from rollout.faults.doctored_files import Edit, doctored_copy, linked_copy, refuse_other_transports, tensor_bytes
+from rollout.faults.engines.doctored_files import Edit, doctored_copy, linked_copy, refuse_other_transports, tensor_bytes
 from rollout.published.number_formats import FLOATS, decoded, encoded, rounded_to_e4m3
 from rollout.types.weights import TensorEntry, WeightManifest
 

@@ -3,7 +3,7 @@
 import json
 import re
 
-from support.prometheus_rules import rules
+from support.servers.prometheus_rules import rules
 
 from orchestrator.commands.dashboards_push import DASHBOARDS
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from support.loop_case import Case
+from support.loop.loop_case import Case
 
 from rollout.types.codec import decode
 from rollout.types.trajectory import StoredGroups

@@ -12,8 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
-from support.torch_models import Reference
-from support.trainer_room import VOCABULARY
+from support.trainer.torch_models import Reference
+from support.trainer.trainer_room import VOCABULARY
 
 from orchestrator.audit.options import AuditOptions
 from orchestrator.audit.run import audit_file

@@ -1,0 +1,1 @@
+"""What a live step can be asked: norms of parts, pulls of terms, gradients of chosen terms."""
