@@ -15,7 +15,8 @@ async def call(ref: "ray.ObjectRef[T]", whom: str) -> T:
 
     Raises:
         ProcessLostError: the actor is gone; `whom` names it.
-        ConcordError: what its constructor raised, when that is why it is gone; what the actor raised, as it raised it; anything else it raised, wrapped.
+        ConcordError: what its constructor raised, when that is why it is gone; what the actor raised, as it raised it;
+            anything else it raised, wrapped.
     """
     try:
         return await ref
@@ -33,7 +34,8 @@ async def call(ref: "ray.ObjectRef[T]", whom: str) -> T:
 
 
 def creation_error(text: str, whom: str) -> ConcordError:
-    """What the constructor of an actor raised. Ray keeps its traceback only, so it is made again from the traceback's last part.
+    """What the constructor of an actor raised. Ray keeps its traceback only, so it is made again from the traceback's
+    last part.
 
     Args:
         text: Ray's message.

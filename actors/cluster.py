@@ -13,15 +13,17 @@ import ray
 from actors.config import ClusterConfig
 
 DIRECT_BYTES = 2**20
-"""Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more a call. (Ray's own
-cluster also runs its workers at niceness 15, behind everything else on the machine; ours run like any other process.)"""
+"""Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more
+a call. (Ray's own cluster also runs its workers at niceness 15, behind everything else on the machine; ours run like
+any other process.)"""
 
 
 @contextlib.contextmanager
 def cluster(config: ClusterConfig, num_cpus: float, num_gpus: float) -> Generator[None]:
     """Join `config.address`, or run a cluster of our own with the planned resources for the length of the context.
 
-    Its end ends what this process started meanwhile, and nothing that it had started before (a tracker's service still has to write).
+    Its end ends what this process started meanwhile, and nothing that it had started before (a tracker's service still
+    has to write).
     """
     before = psutil.Process().children()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -56,7 +58,8 @@ def _init(config: ClusterConfig, num_cpus: float, num_gpus: float) -> None:
 
 
 def _keep_stdout_clean() -> None:
-    """Ray prints what it has to say of lost actors between the JSON lines of a run, whatever `log_to_driver` is; the events say it better."""
+    """Ray prints what it has to say of lost actors between the JSON lines of a run, whatever `log_to_driver` is; the
+    events say it better."""
     worker: Any = importlib.import_module("ray._private.worker")
     worker._worker_logs_enabled = False
 

@@ -1,6 +1,8 @@
-"""What the loop drives: the ports behind which the actors live. The loop knows ids, headers, manifests and reports, never tokens.
+"""What the loop drives: the ports behind which the actors live. The loop knows ids, headers, manifests and reports,
+never tokens.
 
-`actors.ray_fleet` implements them over Ray; tests implement them in process over the same stores, engines and trainers. No Ray here.
+`actors.ray_fleet` implements them over Ray; tests implement them in process over the same stores, engines and trainers.
+No Ray here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +100,9 @@ class TrainerPort(Protocol):
         """Write the present weights as `policy`."""
         ...
 
-    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+    async def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int
+    ) -> WeightManifest:
         """The manifest by which engines receive what was just published as `manifest` from the trainer's GPUs.
 
         Args:
@@ -108,7 +112,8 @@ class TrainerPort(Protocol):
         ...
 
     async def send(self, manifest: WeightManifest) -> None:
-        """Send the weights under a manifest of `open_transfer`; with nccl the replicas must be applying it meanwhile, with ipc only afterwards."""
+        """Send the weights under a manifest of `open_transfer`; with nccl the replicas must be applying it meanwhile,
+        with ipc only afterwards."""
         ...
 
     async def save(self, policy: PolicyVersion, directory: Path) -> None:
@@ -128,7 +133,8 @@ class AuditorPort(Protocol):
     """One incarnation of a service actor. Raises ProcessLostError when its process is gone."""
 
     async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
-        """Score stored groups and keep the evidence with them as annotations of `kind`. Groups that have ended meanwhile are left out of the answer."""
+        """Score stored groups and keep the evidence with them as annotations of `kind`. Groups that have ended
+        meanwhile are left out of the answer."""
         ...
 
     async def kill(self) -> None:

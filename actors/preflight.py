@@ -1,7 +1,7 @@
 """Proves that `rollout`, `trainer`, `actors` and `orchestrator` are Concord's own, in the driver and in every actor.
 
-Owns the one check that common words as package names make necessary. It knows no Ray, and imports no other room before it
-knows that the room is the right one: an intruder may stand in for any of them.
+Owns the one check that common words as package names make necessary. It knows no Ray, and imports no other room before
+it knows that the room is the right one: an intruder may stand in for any of them.
 """
 
 import importlib.util
@@ -14,7 +14,8 @@ def check_packages() -> Path:
     """The folder under which all four packages resolve: the one that holds this very file.
 
     Raises:
-        UserError: one of them resolves elsewhere, in several places, or nowhere; the message names the path and the cure.
+        UserError: one of them resolves elsewhere, in several places, or nowhere; the message names the path and the
+            cure.
     """
     root = _root()
     if intruders := _intruders(root):
@@ -38,7 +39,8 @@ def _intruders(root: Path) -> dict[str, tuple[Path, ...]]:
 
 
 def _places(name: str) -> tuple[Path, ...]:
-    """The folders that `import name` would read; one for a regular package, and several, one or none for a namespace package."""
+    """The folders that `import name` would read; one for a regular package, and several, one or none for a namespace
+    package."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return ()
@@ -48,12 +50,18 @@ def _places(name: str) -> tuple[Path, ...]:
 
 
 def _message(root: Path, intruders: dict[str, tuple[Path, ...]]) -> str:
-    lines = [f"Concord's four packages must come from one folder, {root}, but another package has the same name as one of them:"]
+    lines = [
+        f"Concord's four packages must come from one folder, {root}, but another package has the same name as one of "
+        "them:"
+    ]
     for name, places in intruders.items():
         lines.append(f"  {name}: got {', '.join(map(str, places)) or 'nothing'}; expected {root / name}")
     folders = sorted({str(place.parent) for places in intruders.values() for place in places if place.parent != root})
     if folders:
-        lines.append(f"Take {', '.join(folders)} off PYTHONPATH, start Concord from another working directory, or uninstall or rename the package there.")
+        lines.append(
+            f"Take {', '.join(folders)} off PYTHONPATH, start Concord from another working directory, or uninstall or "
+            "rename the package there."
+        )
     else:
         lines.append("Install Concord again (`make setup`): a package of it is missing.")
     return "\n".join(lines)

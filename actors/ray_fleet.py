@@ -30,13 +30,18 @@ class RayFleet:
         self._small: dict[str, Any] = {"num_cpus": small, "max_restarts": 0}
         self._store_handle: Any = StoreActor.options(**self._small).remote(spec.run_dir, spec.store)
         self.store = RemoteStore(self._store_handle)
-        self._rewards: list[Any] = [RewardActor.options(num_cpus=small, max_restarts=-1).remote(spec, index) for index in range(spec.reward_workers.workers)]
+        self._rewards: list[Any] = [
+            RewardActor.options(num_cpus=small, max_restarts=-1).remote(spec, index)
+            for index in range(spec.reward_workers.workers)
+        ]
         self.trainer = RayTrainer(self._new_ranks(), self._store_handle)
         self._engines: dict[int, RayEnginePort] = {}
         self._workers: dict[int, RayWorkerPort] = {}
         self._auditors: dict[int, RayAuditor] = {}
         self._evaluator: RayEvaluator | None = None
-        self._first_evaluator: Any = EvaluationActor.options(**self._small).remote(spec) if spec.evaluation.every_steps else None
+        self._first_evaluator: Any = (
+            EvaluationActor.options(**self._small).remote(spec) if spec.evaluation.every_steps else None
+        )
         self._pids: dict[str, tuple[Any, int]] = {}
 
     def _new_ranks(self) -> list[Any]:
@@ -44,7 +49,10 @@ class RayFleet:
         rendezvous = self._spec.run_dir / ".trainer-rendezvous"
         rendezvous.unlink(missing_ok=True)
         options = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "max_restarts": 0}
-        return [TrainerActor.options(**options).remote(self._spec, rank, f"file://{rendezvous}") for rank in range(config.ranks)]
+        return [
+            TrainerActor.options(**options).remote(self._spec, rank, f"file://{rendezvous}")
+            for rank in range(config.ranks)
+        ]
 
     async def ready(self) -> None:
         """Store, rewards and trainer ranks answer.
@@ -60,7 +68,12 @@ class RayFleet:
     async def new_engine(self, slot: int) -> RayEnginePort:
         """A new incarnation of a slot; the one before must have been killed."""
         config = self._spec.engine
-        options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "max_restarts": 0, "max_concurrency": MAX_CONCURRENT_CALLS}
+        options: dict[str, Any] = {
+            "num_cpus": config.num_cpus,
+            "num_gpus": config.num_gpus,
+            "max_restarts": 0,
+            "max_concurrency": MAX_CONCURRENT_CALLS,
+        }
         handle = EngineActor.options(**options).remote(self._spec, slot)
         self._engines[slot] = RayEnginePort(handle, slot)
         return self._engines[slot]
@@ -77,7 +90,9 @@ class RayFleet:
     async def new_auditor(self, index: int) -> RayAuditor:
         """A new incarnation of a consistency service actor."""
         config = self._spec.consistency
-        handle: Any = ConsistencyActor.options(num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0).remote(self._spec, index)
+        handle: Any = ConsistencyActor.options(
+            num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0
+        ).remote(self._spec, index)
         self._auditors[index] = RayAuditor(handle, self._store_handle, index)
         await call(handle.pid.remote(), f"consistency service {index}")
         return self._auditors[index]
@@ -127,7 +142,12 @@ class RayFleet:
         async with asyncio.TaskGroup() as group:
             for port in self._engines.values():
                 group.create_task(self._stop(port))
-        for handle in [*(p.handle for p in self._workers.values()), *(p.handle for p in self._auditors.values()), *self._rewards, *self.trainer.ranks]:
+        for handle in [
+            *(p.handle for p in self._workers.values()),
+            *(p.handle for p in self._auditors.values()),
+            *self._rewards,
+            *self.trainer.ranks,
+        ]:
             kill(handle)
         for handle in (self._first_evaluator, None if self._evaluator is None else self._evaluator.handle):
             if handle is not None:

@@ -1,10 +1,19 @@
-"""What a fleet is built from: the rooms' configs and the places of a run. Picklable, so that it travels to every actor."""
+"""What a fleet is built from: the rooms' configs and the places of a run. Picklable, so that it travels to every
+actor."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.config import ClusterConfig
-from rollout.config import EngineConfig, EnvironmentConfig, EpisodesConfig, RewardConfig, RewardWorkersConfig, SamplingConfig, StoreConfig
+from rollout.config import (
+    EngineConfig,
+    EnvironmentConfig,
+    EpisodesConfig,
+    RewardConfig,
+    RewardWorkersConfig,
+    SamplingConfig,
+    StoreConfig,
+)
 from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.config import FaultsConfig
 from trainer.config.consistency import ConsistencyConfig

@@ -1,7 +1,8 @@
 """What the consistency service costs.
 
-`gate`: scored tokens a second against a plain forward pass of the same model on the same rows, in one process, in interleaved pairs.
-`audit`: CPU seconds a step of trainer and engine with a tenth of the groups audited against none, in interleaved pairs of runs.
+`gate`: scored tokens a second against a plain forward pass of the same model on the same rows, in one process, in
+interleaved pairs. `audit`: CPU seconds a step of trainer and engine with a tenth of the groups audited against none, in
+interleaved pairs of runs.
 """
 
 import statistics
@@ -21,10 +22,21 @@ from rollout.types.weights import PolicyVersion
 MODEL = WORKLOAD / "model"
 BASE = PolicyVersion(1, 0)
 TAG = EngineTag(
-    engine="torch", engine_version="1", replica=0, weights_dtype="float32", kv_dtype="float32", quantization="none",
-    logprob_semantics=LogprobSemantics.PROCESSED, kv_across_versions="recompute", temperature=1.0, top_p=1.0, top_k=0,
-    tokenizer_fingerprint="", chat_template_digest="", weights_digest="",
-)  # fmt: skip
+    engine="torch",
+    engine_version="1",
+    replica=0,
+    weights_dtype="float32",
+    kv_dtype="float32",
+    quantization="none",
+    logprob_semantics=LogprobSemantics.PROCESSED,
+    kv_across_versions="recompute",
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    tokenizer_fingerprint="",
+    chat_template_digest="",
+    weights_digest="",
+)
 
 
 def trajectories(count: int, length: int) -> list[Trajectory]:
@@ -32,11 +44,23 @@ def trajectories(count: int, length: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
     sampled = np.arange(length) >= 6
     one = Trajectory(
-        trajectory_id="t", dispatch_id="d", prompt_id="p", environment="arithmetic", token_ids=np.zeros(length, dtype=np.int32), sampled=sampled,
-        rollout_logprobs=np.zeros(length, dtype=np.float32), version_spans=(VersionSpan(BASE, 6, length),), turns=1, tag=TAG,
-        finish_reason=FinishReason.LENGTH, timings=Timings(started_at_s=0.0, generation_s=0.0),
-    )  # fmt: skip
-    return [replace(one, trajectory_id=f"t{i}", token_ids=rng.integers(2, 30, size=length, dtype=np.int32)) for i in range(count)]
+        trajectory_id="t",
+        dispatch_id="d",
+        prompt_id="p",
+        environment="arithmetic",
+        token_ids=np.zeros(length, dtype=np.int32),
+        sampled=sampled,
+        rollout_logprobs=np.zeros(length, dtype=np.float32),
+        version_spans=(VersionSpan(BASE, 6, length),),
+        turns=1,
+        tag=TAG,
+        finish_reason=FinishReason.LENGTH,
+        timings=Timings(started_at_s=0.0, generation_s=0.0),
+    )
+    return [
+        replace(one, trajectory_id=f"t{i}", token_ids=rng.integers(2, 30, size=length, dtype=np.int32))
+        for i in range(count)
+    ]
 
 
 def gate(pairs: int) -> dict[str, Any]:
@@ -96,21 +120,35 @@ def audit(pairs: int, steps: int) -> dict[str, Any]:
         for mode in ("off", "audit") if pair % 2 == 0 else ("audit", "off"):
             run = concord_run(
                 {
-                    "run.steps": steps, "run.seed": pair, "model.type": "local", "model.path": str(MODEL), "engine.type": "torch",
-                    "consistency.mode": mode, "trainer.checkpoint.every_steps": 1000,
+                    "run.steps": steps,
+                    "run.seed": pair,
+                    "model.type": "local",
+                    "model.path": str(MODEL),
+                    "engine.type": "torch",
+                    "consistency.mode": mode,
+                    "trainer.checkpoint.every_steps": 1000,
                 }
-            )  # fmt: skip
+            )
             seconds[mode].append(run.kind_cpu_s_per_step(("TrainerActor", "EngineActor"), steps // 2, steps))
         growth.append(seconds["audit"][-1] / seconds["off"][-1] - 1.0)
     spread = statistics.stdev(growth) / len(growth) ** 0.5 if len(growth) > 1 else None
-    means = {"growth_mean": statistics.fmean(growth), "growth_median": statistics.median(growth), "standard_error": spread}
+    means = {
+        "growth_mean": statistics.fmean(growth),
+        "growth_median": statistics.median(growth),
+        "standard_error": spread,
+    }
     return {"pairs": pairs, **means, "cpu_s_per_step": seconds}
 
 
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
-    arguments.add_argument("--steps", type=int, default=200, help="steps of each run of `audit`; its second half counts, when the service has long started")
+    arguments.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="steps of each run of `audit`; its second half counts, when the service has long started",
+    )
     arguments.add_argument("--only", choices=("gate", "audit"), default=None)
     chosen = arguments.parse_args()
     parts = {"gate": lambda: gate(chosen.pairs), "audit": lambda: audit(chosen.pairs, chosen.steps)}

@@ -1,7 +1,7 @@
 """Trajectories a second through everything but the work itself: no-cost engine and trainer, durable store, real Ray.
 
-`whole_loop`: admission, episode workers, engine actor, reward worker, store, gate, trainer actor, commit records. `store`: put, lease and
-acknowledge of the store through its actor alone, batches of 64 trajectories in groups of 8.
+`whole_loop`: admission, episode workers, engine actor, reward worker, store, gate, trainer actor, commit records.
+`store`: put, lease and acknowledge of the store through its actor alone, batches of 64 trajectories in groups of 8.
 """
 
 import asyncio
@@ -16,7 +16,17 @@ from harness.runs import concord_run, model_with_context, parser, report
 
 from actors.roles.store_actor import RemoteStore
 from rollout.types.dispatch import Dispatch, StepCommit
-from rollout.types.trajectory import EncodedGroup, EngineTag, FinishReason, LogprobSemantics, Reward, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types.trajectory import (
+    EncodedGroup,
+    EngineTag,
+    FinishReason,
+    LogprobSemantics,
+    Reward,
+    Timings,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from rollout.types.weights import PolicyVersion
 
 GROUPS, SIZE = 64, 8
@@ -46,7 +56,13 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
     times = [row["step_seconds"] for row in run.rows[steps // 5 :]]
     third = len(times) // 3
     rates = [GROUPS * SIZE * third / sum(times[i * third : (i + 1) * third]) for i in range(3)]
-    return {"tokens": new_tokens, "durability": durability, "trajectories_per_s": statistics.median(rates), "stretches": rates, "summary": run.summary}
+    return {
+        "tokens": new_tokens,
+        "durability": durability,
+        "trajectories_per_s": statistics.median(rates),
+        "stretches": rates,
+        "summary": run.summary,
+    }
 
 
 async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
@@ -79,11 +95,16 @@ async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
         await _pipeline(store, epoch, batches)
         elapsed = time.perf_counter() - begun
         await store.close()
-    return {"tokens": tokens, "trajectories_per_s": rounds * 64 / elapsed, "bytes_per_trajectory": encoded[0].header.num_bytes / SIZE}
+    return {
+        "tokens": tokens,
+        "trajectories_per_s": rounds * 64 / elapsed,
+        "bytes_per_trajectory": encoded[0].header.num_bytes / SIZE,
+    }
 
 
 async def _pipeline(store: RemoteStore, epoch: int, batches: list[list[EncodedGroup]]) -> None:
-    """Three clients at once, as in a run: one puts, one leases what was put, one acknowledges what was leased; each in order."""
+    """Three clients at once, as in a run: one puts, one leases what was put, one acknowledges what was leased; each in
+    order."""
     put: asyncio.Queue[tuple[str, ...]] = asyncio.Queue(2)
     leased: asyncio.Queue[tuple[str, ...]] = asyncio.Queue(2)
 
@@ -104,7 +125,12 @@ async def _pipeline(store: RemoteStore, epoch: int, batches: list[list[EncodedGr
             ids = await leased.get()
             await store.acknowledge(
                 StepCommit(
-                    policy=PolicyVersion(epoch, step), dispatch_ids=ids, digest="", trajectories_trained=64, trajectories_masked=0, trajectories_dropped=0
+                    policy=PolicyVersion(epoch, step),
+                    dispatch_ids=ids,
+                    digest="",
+                    trajectories_trained=64,
+                    trajectories_masked=0,
+                    trajectories_dropped=0,
                 )
             )
 
@@ -150,7 +176,12 @@ def group_of(dispatch_id: str, tokens: int, seed: int) -> TrajectoryGroup:
         for i in range(SIZE)
     )
     return TrajectoryGroup(
-        dispatch_id=dispatch_id, prompt_id=str(seed), pass_index=0, environment="bench", trajectories=trajectories, rewards=(Reward(total=0.0),) * SIZE
+        dispatch_id=dispatch_id,
+        prompt_id=str(seed),
+        pass_index=0,
+        environment="bench",
+        trajectories=trajectories,
+        rewards=(Reward(total=0.0),) * SIZE,
     )
 
 
@@ -163,7 +194,10 @@ def stores() -> list[dict[str, Any]]:
     with cluster(ClusterConfig(), 2, 0):
         for tokens, rounds in ((512, 120), (8192, 20)):
             tries = [asyncio.run(store_cycle(tokens, rounds)) for _ in range(3)]
-            results.append(sorted(tries, key=lambda one: one["trajectories_per_s"])[1] | {"tries": [one["trajectories_per_s"] for one in tries]})
+            results.append(
+                sorted(tries, key=lambda one: one["trajectories_per_s"])[1]
+                | {"tries": [one["trajectories_per_s"] for one in tries]}
+            )
     return results
 
 

@@ -1,7 +1,9 @@
-"""Does the doctor name what was planted? A table of planted faults and primary findings, by `concord run` on one warm Ray cluster and `concord doctor --json`.
+"""Does the doctor name what was planted? A table of planted faults and primary findings, by `concord run` on one warm
+Ray cluster and `concord doctor --json`.
 
-Every case of `doctor_cases` runs once a seed: the primary finding must lie in the right layer, and be the right cause. A healthy run must give nothing worse
-than info. `--only reward_flip` runs one case, `--healthy 10` so many healthy runs instead of one a seed.
+Every case of `doctor_cases` runs once a seed: the primary finding must lie in the right layer, and be the right cause.
+A healthy run must give nothing worse than info. `--only reward_flip` runs one case, `--healthy 10` so many healthy runs
+instead of one a seed.
 """
 
 import json
@@ -27,7 +29,11 @@ from orchestrator.metrics.causes import Cause
 _NAMES = {"failed(engine)": Cause.ENGINE_FAILURES, "unknown": Cause.UNKNOWN_GAP}
 CASES: dict[str, Case] = {
     **OWN,
-    **{name: Case(cause=_NAMES.get(case.causes[0]) or Cause(case.causes[0])) for name, case in rehearsal_cases.CASES.items() if case.causes},
+    **{
+        name: Case(cause=_NAMES.get(case.causes[0]) or Cause(case.causes[0]))
+        for name, case in rehearsal_cases.CASES.items()
+        if case.causes
+    },
 }
 """By name; those that `doctor_cases` does not make, `rehearsal_cases` makes."""
 
@@ -45,11 +51,31 @@ def rehearse(name: str, case: Case, seed: int, config: dict[str, dict[str, Any]]
     runs, begun = Path(config["run"]["dir"]), time.monotonic()
     empty = runs / "empty.toml"
     empty.touch()
-    done = subprocess.run([str(CONCORD), "run", str(empty), *settings(config, address)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    answer = subprocess.run([str(CONCORD), "doctor", str(runs / "run"), "--json"], capture_output=True, text=True, timeout=60.0, check=False)
+    done = subprocess.run(
+        [str(CONCORD), "run", str(empty), *settings(config, address)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    answer = subprocess.run(
+        [str(CONCORD), "doctor", str(runs / "run"), "--json"], capture_output=True, text=True, timeout=60.0, check=False
+    )
     if answer.returncode:
-        told = f"the run ended with {done.returncode}: {done.stderr[-1500:]}; the doctor with {answer.returncode}: {answer.stderr[-500:]}"
-        return {"case": name, "seed": seed, "expected": case.cause, "primary": None, "layer": None, "right": False, "right_layer": False, "problem": told}
+        told = (
+            f"the run ended with {done.returncode}: {done.stderr[-1500:]}; the doctor with {answer.returncode}: "
+            f"{answer.stderr[-500:]}"
+        )
+        return {
+            "case": name,
+            "seed": seed,
+            "expected": case.cause,
+            "primary": None,
+            "layer": None,
+            "right": False,
+            "right_layer": False,
+            "problem": told,
+        }
     found = json.loads(answer.stdout)
     return {
         "case": name,
@@ -88,10 +114,14 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=5, help="runs a case")
     arguments.add_argument("--first-seed", type=int, default=0, help="the first of the seeds")
     arguments.add_argument("--healthy", type=int, default=None, help="healthy runs; default: as many as seeds")
-    arguments.add_argument("--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again")
+    arguments.add_argument(
+        "--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again"
+    )
     chosen = arguments.parse_args()
     names = [name for name in CASES if name in (chosen.only or CASES)]
-    seeds = {name: chosen.healthy if name == "healthy" and chosen.healthy is not None else chosen.seeds for name in names}
+    seeds = {
+        name: chosen.healthy if name == "healthy" and chosen.healthy is not None else chosen.seeds for name in names
+    }
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # workers of the cluster import the reward from here
     folder = Path(tempfile.mkdtemp(prefix="concord-doctor-"))
     rows: list[dict[str, Any]] = []

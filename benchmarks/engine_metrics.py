@@ -1,6 +1,8 @@
-"""What vLLM's own metrics cost (`engine.serve_metrics`): CPU seconds of a step's generation with them over those without, in interleaved pairs.
+"""What vLLM's own metrics cost (`engine.serve_metrics`): CPU seconds of a step's generation with them over those
+without, in interleaved pairs.
 
-Two engines on the fixed workload's model, in this process and their cores; each answers the quickstart's batch (16 prompts, 8 samples of 8 tokens) in turn.
+Two engines on the fixed workload's model, in this process and their cores; each answers the quickstart's batch (16
+prompts, 8 samples of 8 tokens) in turn.
 """
 
 import asyncio
@@ -32,7 +34,9 @@ def batch_cpu_s(room: VllmRoom, number: int) -> float:
     core = psutil.Process(room.core_pid)
 
     async def answer() -> None:
-        requests = [ask(f"{number}-{prompt}", [3 + prompt % 10, 12, 5, 14], SAMPLES, TOKENS) for prompt in range(PROMPTS)]
+        requests = [
+            ask(f"{number}-{prompt}", [3 + prompt % 10, 12, 5, 14], SAMPLES, TOKENS) for prompt in range(PROMPTS)
+        ]
         await asyncio.gather(*(room.gather(request) for request in requests))
 
     begun = time.process_time() + sum(core.cpu_times()[:2])

@@ -1,9 +1,11 @@
-"""What Prometheus costs a run: a scrape of everything that the catalogue declares, and observing a step against the step's own CPU seconds.
+"""What Prometheus costs a run: a scrape of everything that the catalogue declares, and observing a step against the
+step's own CPU seconds.
 
-`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between two steps. `run`: parts of observing in
-one real run: the driver reduces signals to a snapshot (column `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens
-as a step has), the doctor reads 550 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and without
-an exporter that is scraped every second.
+`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between
+two steps. `run`: parts of observing in one real run: the driver reduces signals to a snapshot (column
+`observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens as a step has), the
+doctor reads 550 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and
+without an exporter that is scraped every second.
 """
 
 import argparse
@@ -34,7 +36,9 @@ REPLICAS, BLOCKS, HEADS = 8, 40, 32
 """Of the run whose every series is scraped."""
 SCRAPES = 100
 HEADERS = {
-    "Accept": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Accept": (
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    ),
     "Accept-Encoding": "gzip",
 }
 """Of Prometheus 2."""
@@ -50,7 +54,11 @@ def main() -> None:
     made.add_argument("--pairs", type=int, default=20, help="pairs of runs with and without an exporter")
     made.add_argument("--only", choices=("scrape", "run", "pairs"), default=None)
     chosen: argparse.Namespace = made.parse_args()
-    parts = {"scrape": scrape, "run": lambda: observing(chosen.config, chosen.steps), "pairs": lambda: observed_pairs(chosen.pairs)}
+    parts = {
+        "scrape": scrape,
+        "run": lambda: observing(chosen.config, chosen.steps),
+        "pairs": lambda: observed_pairs(chosen.pairs),
+    }
     report({name: part() for name, part in parts.items() if chosen.only in (None, name)}, chosen)
 
 
@@ -59,7 +67,11 @@ def scrape() -> dict[str, Any]:
     config = parse_config({"engine": {"type": "vllm", "replicas": REPLICAS}}, "benchmark")
     sizes = sizes_of(config, blocks=BLOCKS, heads=HEADS)
     snapshots = [full_snapshot(sizes, places) for places in range(8)]
-    return {"series_at_most": max_series(sizes), "after_a_step": scrapes(snapshots), "between_steps": scrapes(snapshots[:1])}
+    return {
+        "series_at_most": max_series(sizes),
+        "after_a_step": scrapes(snapshots),
+        "between_steps": scrapes(snapshots[:1]),
+    }
 
 
 def scrapes(snapshots: Sequence[Snapshot]) -> dict[str, float]:
@@ -106,7 +118,9 @@ def series_of(metric: Metric, sizes: dict[Extent, int]) -> list[LabelValues]:
 def observing(config: Path, steps: int) -> dict[str, float]:
     """CPU seconds a step: of the whole run, and of observing it."""
     run = concord_run({"run.steps": steps}, config)
-    driver_s = (run.rows[-1]["observing_cpu_seconds"] - run.rows[WARM_UP]["observing_cpu_seconds"]) / (len(run.rows) - 1 - WARM_UP)
+    driver_s = (run.rows[-1]["observing_cpu_seconds"] - run.rows[WARM_UP]["observing_cpu_seconds"]) / (
+        len(run.rows) - 1 - WARM_UP
+    )
     tokens = int(np.mean([row["tokens_per_second"] * row["step_seconds"] for row in run.rows]))
     trainer_s, doctor_s = bucket_cpu_s(tokens), doctor_cpu_s(run.rows) / EVERY_STEPS
     step_s = run.cpu_s_per_step(WARM_UP, steps)

@@ -1,8 +1,9 @@
-"""The fixed workload of `benchmarks/workload` through the real loop: one trainer rank, real engines, the recipe of its README.
+"""The fixed workload of `benchmarks/workload` through the real loop: one trainer rank, real engines, the recipe of its
+README.
 
-Short answers (at most 8 new tokens) and forced long ones (256), engines `torch` and `vllm`, eta 0 and 2 (and 1 for the short torch case):
-seconds and CPU seconds a step, samples a second, time until the 10-step mean reward is 0.9. Beside them a plain training step on the same
-model, since machines differ.
+Short answers (at most 8 new tokens) and forced long ones (256), engines `torch` and `vllm`, eta 0 and 2 (and 1 for the
+short torch case): seconds and CPU seconds a step, samples a second, time until the 10-step mean reward is 0.9. Beside
+them a plain training step on the same model, since machines differ.
 """
 
 import statistics
@@ -40,7 +41,15 @@ def case(engine: str, new_tokens: int, forced: bool, eta: int, steps: int) -> di
     step_s = statistics.fmean(times)
     cpu_s = run.cpu_s_per_step(FIRST, steps)
     moving = [row for row in run.rows if row["reward_moving_10"] >= 0.9 and row["step"] >= 10]
-    kept = ("mixed_version_trajectories", "mean_token_staleness", "rejected", "engine_busy", "trainer_busy", "update_pause_ms", "peak_rss_mb")
+    kept = (
+        "mixed_version_trajectories",
+        "mean_token_staleness",
+        "rejected",
+        "engine_busy",
+        "trainer_busy",
+        "update_pause_ms",
+        "peak_rss_mb",
+    )
     return {
         "engine": engine,
         "new_tokens": new_tokens,
@@ -60,15 +69,19 @@ def case(engine: str, new_tokens: int, forced: bool, eta: int, steps: int) -> di
 
 
 def plain_step(new_tokens: int, repeats: int = 7) -> dict[str, float]:
-    """CPU and wall seconds of one training step written out with transformers alone, on one thread: the measure of this machine's speed.
+    """CPU and wall seconds of one training step written out with transformers alone, on one thread: the measure of this
+    machine's speed.
 
-    128 rows, forward, log-softmax over the new tokens, backward, clip, fused AdamW; no engine, no padding, random ids. The fastest of `repeats`.
+    128 rows, forward, log-softmax over the new tokens, backward, clip, fused AdamW; no engine, no padding, random ids.
+    The fastest of `repeats`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(WORKLOAD / "model", dtype=torch.float32, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        WORKLOAD / "model", dtype=torch.float32, attn_implementation="sdpa"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     generator, best = torch.Generator().manual_seed(0), (float("inf"), float("inf"))
     for _ in range(repeats):

@@ -1,4 +1,5 @@
-"""GradLoc on a GPU: a step of a randomly initialised Qwen3 of 4 billion parameters in bfloat16, the search of a spike in it, and chunked log-probs.
+"""GradLoc on a GPU: a step of a randomly initialised Qwen3 of 4 billion parameters in bfloat16, the search of a spike
+in it, and chunked log-probs.
 
 One GPU of 140 GB, a few minutes. `--small` takes a tiny model, and the CPU where there is no GPU.
 """
@@ -30,9 +31,17 @@ from trainer.optim.optimizer import PolicyOptimizer
 from trainer.types.step import MicroBatch, OldLogprobSource
 
 LARGE: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.02,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
 SPIKE = 1e5
 """Factor of the planted term."""
 
@@ -44,7 +53,9 @@ class Timed:
         self._device = device
         self.found: dict[str, dict[str, Any]] = {}
 
-    def __call__(self, name: str, work: Callable[[], object], times: int = 3, before: Callable[[], object] = lambda: None) -> None:
+    def __call__(
+        self, name: str, work: Callable[[], object], times: int = 3, before: Callable[[], object] = lambda: None
+    ) -> None:
         """Call `work` so often and once beforehand; `before` goes before each call and is not timed."""
         before()
         work()
@@ -58,7 +69,10 @@ class Timed:
             work()
             self._wait()
             seconds.append(time.perf_counter() - begun)
-        self.found[name] = {"median_s": statistics.median(seconds), "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None}
+        self.found[name] = {
+            "median_s": statistics.median(seconds),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        }
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -76,10 +90,16 @@ class Step:
         model.checkpoint_activations()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model = shard_model(model, ranks, torch.bfloat16)
-        self.records = {"search": BackwardRecord(self.model, ranks), "search, no pulls": BackwardRecord(self.model, ranks, term_pulls=False)}
+        self.records = {
+            "search": BackwardRecord(self.model, ranks),
+            "search, no pulls": BackwardRecord(self.model, ranks, term_pulls=False),
+        }
         self.optimizer = PolicyOptimizer(named_blocks(self.model), OptimizerConfig(learning_rate=1e-7), ranks, 1000)
         rng, mask = np.random.default_rng(0), np.tile(np.arange(width) >= width // 4, (rows, 1))
-        drawn = [micro_batch(rng.integers(shape["vocab_size"], size=(rows, width)), mask, 1 / (4 * mask.sum())) for _ in range(4)]
+        drawn = [
+            micro_batch(rng.integers(shape["vocab_size"], size=(rows, width)), mask, 1 / (4 * mask.sum()))
+            for _ in range(4)
+        ]
         self.rows = on_policy(self.model, ranks, drawn)
         self.square = float(1 / (4 * mask.sum()))
 
@@ -116,7 +136,10 @@ def measured(ranks: Ranks, shape: dict[str, Any], rows: int, width: int) -> dict
     suspect = TermPlace(micro_batch=place[0], row=place[1], position=place[2])
     reports: dict[str, Any] = {}
     variants: dict[str, dict[str, Any]] = {name: {"record": record} for name, record in at.records.items()}
-    variants |= {"search, no record": {}, "right suspect": {"record": at.records["search, no pulls"], "suspects": [suspect]}}
+    variants |= {
+        "search, no record": {},
+        "right suspect": {"record": at.records["search, no pulls"], "suspects": [suspect]},
+    }
     for name, settings in variants.items():
 
         def search(name: str = name, settings: dict[str, Any] = settings) -> None:
@@ -126,26 +149,47 @@ def measured(ranks: Ranks, shape: dict[str, Any], rows: int, width: int) -> dict
     found: dict[str, Any] = {}
     for name, found_there in reports.items():
         exact = [(hit.micro_batch, hit.row, hit.position) for hit in found_there.hits] == [place]
-        found[name] = {"outcome": str(found_there.outcome), "exact": exact, "passes": found_there.passes, "explained": found_there.explained}
+        found[name] = {
+            "outcome": str(found_there.outcome),
+            "exact": exact,
+            "passes": found_there.passes,
+            "explained": found_there.explained,
+        }
     dormant = GradLoc(GradLocConfig(), at.model, at.loss, ranks, dtype=torch.bfloat16)
     timed("watching a step without a trigger", lambda: dormant.observe(usual, StepData(micro_batches=at.rows)))
     at.optimizer.zero()
     logprobs(ranks, shape, rows * width, timed)
-    return {"parameters": at.num_parameters, "tokens_a_micro_batch": rows * width, "spike_over_usual_norm": norm / usual, "searches": found, **timed.found}
+    return {
+        "parameters": at.num_parameters,
+        "tokens_a_micro_batch": rows * width,
+        "spike_over_usual_norm": norm / usual,
+        "searches": found,
+        **timed.found,
+    }
 
 
 def logprobs(ranks: Ranks, shape: dict[str, Any], tokens: int, timed: Timed) -> None:
     """Forward and backward of the head: in chunks, and with all logits at once."""
     generator = torch.Generator(ranks.device).manual_seed(0)
-    hidden = torch.randn(tokens, shape["hidden_size"], device=ranks.device, dtype=torch.bfloat16, generator=generator, requires_grad=True)
-    weight = torch.randn(shape["vocab_size"], shape["hidden_size"], device=ranks.device, dtype=torch.bfloat16, generator=generator).mul_(0.02).requires_grad_()
+    hidden = torch.randn(
+        tokens, shape["hidden_size"], device=ranks.device, dtype=torch.bfloat16, generator=generator, requires_grad=True
+    )
+    weight = (
+        torch.randn(
+            shape["vocab_size"], shape["hidden_size"], device=ranks.device, dtype=torch.bfloat16, generator=generator
+        )
+        .mul_(0.02)
+        .requires_grad_()
+    )
     targets = torch.randint(shape["vocab_size"], (tokens,), device=ranks.device, generator=generator)
 
     def chunked() -> None:
         chunked_logprobs(hidden, weight, targets, 1.0, 1024)[0].sum().backward()
 
     def whole() -> None:
-        torch.log_softmax(torch.nn.functional.linear(hidden, weight).float(), dim=-1).gather(1, targets[:, None]).sum().backward()
+        torch.log_softmax(torch.nn.functional.linear(hidden, weight).float(), dim=-1).gather(
+            1, targets[:, None]
+        ).sum().backward()
 
     timed("log-probs in chunks of 1024", chunked)
     timed("log-probs, all logits at once", whole)

@@ -1,7 +1,8 @@
 """Whether planted gradient spikes are found, in how many passes, and what a search and a step without one cost.
 
-`search`: single spikes, pairs of them, healthy and diffuse steps, on one and two ranks, with one and four micro-batches, dense and mixture of experts.
-`cost`: a search over the time of its step. `dormant`: CPU seconds of steps that are only watched, in interleaved pairs with steps that are not.
+`search`: single spikes, pairs of them, healthy and diffuse steps, on one and two ranks, with one and four
+micro-batches, dense and mixture of experts. `cost`: a search over the time of its step. `dormant`: CPU seconds of steps
+that are only watched, in interleaved pairs with steps that are not.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,9 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0, help="of the cases")
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
     arguments.add_argument("--only", choices=("search", "cost", "dormant"), default=None)
-    arguments.add_argument("--feature", action="append", choices=FEATURES, help="of `dormant`: this one only; may come again")
+    arguments.add_argument(
+        "--feature", action="append", choices=FEATURES, help="of `dormant`: this one only; may come again"
+    )
     chosen = arguments.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "search": lambda: search(chosen.count, chosen.seed),

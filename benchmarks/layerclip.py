@@ -1,7 +1,8 @@
-"""What an exploding block costs under each clip: reward over steps of short runs with a block whose gradient grows a thousandfold every so often.
+"""What an exploding block costs under each clip: reward over steps of short runs with a block whose gradient grows a
+thousandfold every so often.
 
-Each arm is a run of a tiny model with random weights, torch engine, on one warm Ray cluster; the reward is the share of digits. `healthy` has no fault.
-The figure (`--figure FILE.svg`) has a curve an arm, the mean over seeds.
+Each arm is a run of a tiny model with random weights, torch engine, on one warm Ray cluster; the reward is the share of
+digits. `healthy` has no fault. The figure (`--figure FILE.svg`) has a curve an arm, the mean over seeds.
 """
 
 import json
@@ -48,7 +49,10 @@ def document(arm: str, seed: int, steps: int, every: int, model: Path, runs: Pat
         "consistency": {"mode": "off"},
     }
     if arm != "healthy":
-        made["faults"] = {"plant": [{"type": "block_explosion", "start_version": every, "every_steps": every}], "seed": seed}
+        made["faults"] = {
+            "plant": [{"type": "block_explosion", "start_version": every, "every_steps": every}],
+            "seed": seed,
+        }
     return made
 
 
@@ -66,7 +70,11 @@ def rewards(made: dict[str, dict[str, Any]], address: str) -> list[float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    rows = [row for part in (runs / "run" / "metrics").glob("part-*.parquet") for row in parquet.read_table(part).to_pylist()]
+    rows = [
+        row
+        for part in (runs / "run" / "metrics").glob("part-*.parquet")
+        for row in parquet.read_table(part).to_pylist()
+    ]
     return [row["reward_mean"] for row in sorted(rows, key=lambda row: row["step"])]
 
 
@@ -74,7 +82,9 @@ def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--seeds", type=int, default=5, help="runs an arm, seeds from 0")
     arguments.add_argument("--steps", type=int, default=80, help="length of every run")
-    arguments.add_argument("--every", type=int, default=20, help="steps between two explosions; the first is at this step")
+    arguments.add_argument(
+        "--every", type=int, default=20, help="steps between two explosions; the first is at this step"
+    )
     arguments.add_argument("--figure", type=Path, default=None, help="also draw the curves into this SVG file")
     chosen = arguments.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # workers of the cluster import the reward from here
@@ -88,7 +98,9 @@ def main() -> None:
             model = model_of(CASES["healthy"], seed, folder / "models")
             for arm in ARMS:
                 begun = time.monotonic()
-                curves[arm].append(rewards(document(arm, seed, chosen.steps, chosen.every, model, folder / f"{arm}-{seed}"), address))
+                curves[arm].append(
+                    rewards(document(arm, seed, chosen.steps, chosen.every, model, folder / f"{arm}-{seed}"), address)
+                )
                 area, wall_s = statistics.fmean(curves[arm][-1]), round(time.monotonic() - begun, 1)
                 print(json.dumps({"arm": arm, "seed": seed, "area": area, "wall_s": wall_s}), flush=True)
     found = table(curves)

@@ -1,7 +1,7 @@
 """How close the loop comes to its bound, and what asynchrony buys: scripted engine and trainer on real Ray.
 
-16 slots (sigma 0.8), 16 groups of 8 a step, policy `drop`, generation and training equally long; then 32 slots with sigma 1.
-bound = max(mean latency x samples / slots, training): no schedule does a step faster.
+16 slots (sigma 0.8), 16 groups of 8 a step, policy `drop`, generation and training equally long; then 32 slots with
+sigma 1. bound = max(mean latency x samples / slots, training): no schedule does a step faster.
 """
 
 import statistics

@@ -1,4 +1,5 @@
-"""Whether memory grows with steps: the quickstart's run, longer; resident memory of all its processes together at a few steps."""
+"""Whether memory grows with steps: the quickstart's run, longer; resident memory of all its processes together at a few
+steps."""
 
 import statistics
 from pathlib import Path
@@ -24,7 +25,15 @@ def main() -> None:
     marks = sorted({chosen.from_step, *range(100, chosen.steps, 100), chosen.steps})
     readings = {str(step): round(rss_mb(step), 1) for step in marks}
     growth = readings[str(chosen.steps)] / readings[str(chosen.from_step)] - 1.0
-    report({"steps": chosen.steps, "rss_mb_at_step": readings, "growth": growth, "peak_rss_mb": run.summary["peak_rss_mb"]}, chosen)
+    report(
+        {
+            "steps": chosen.steps,
+            "rss_mb_at_step": readings,
+            "growth": growth,
+            "peak_rss_mb": run.summary["peak_rss_mb"],
+        },
+        chosen,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The quickstart's real run, cold (no tiny model in the cache) and warm: when it is up, how long it trains, what it learns."""
+"""The quickstart's real run, cold (no tiny model in the cache) and warm: when it is up, how long it trains, what it
+learns."""
 
 import os
 import shutil
@@ -14,7 +15,21 @@ CONFIG = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 def described(run: Run) -> dict[str, Any]:
     """What the issue of the quickstart asks."""
     first_ten = [row["reward_mean"] for row in run.rows[:10]]
-    kept = ("steps", "reward_first", "reward_moving_10", "max_token_staleness", "mean_token_staleness", "mixed_version_trajectories", "update_pause_ms", "wall_s", "rejected", "engine_busy", "trainer_busy", "tokens_per_s", "peak_rss_mb")  # fmt: skip # noqa: E501
+    kept = (
+        "steps",
+        "reward_first",
+        "reward_moving_10",
+        "max_token_staleness",
+        "mean_token_staleness",
+        "mixed_version_trajectories",
+        "update_pause_ms",
+        "wall_s",
+        "rejected",
+        "engine_busy",
+        "trainer_busy",
+        "tokens_per_s",
+        "peak_rss_mb",
+    )
     reached = [row["wall_seconds"] for row in run.rows if row["step"] >= 10 and row["reward_moving_10"] >= 0.9]
     return {
         "command_to_end_s": run.wall_s,

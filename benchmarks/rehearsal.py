@@ -1,8 +1,9 @@
-"""Does a run find what was planted into it? A matrix of planted faults and what was found first, by `concord run` on one warm Ray cluster.
+"""Does a run find what was planted into it? A matrix of planted faults and what was found first, by `concord run` on
+one warm Ray cluster.
 
-Every case of `rehearsal_cases` runs once a seed: the right cause must come first, explain at least 80 % of the gap, on the right replica, within two
-versions of the start of the fault. A healthy run of 200 steps must find nothing. `--only "stale_head"` runs one case; `--engine vllm --seeds 1` takes the
-real engine, without the cases that need its routing.
+Every case of `rehearsal_cases` runs once a seed: the right cause must come first, explain at least 80 % of the gap, on
+the right replica, within two versions of the start of the fault. A healthy run of 200 steps must find nothing. `--only
+"stale_head"` runs one case; `--engine vllm --seeds 1` takes the real engine, without the cases that need its routing.
 """
 
 import json
@@ -44,11 +45,14 @@ def toml(value: object) -> str:
     """A value as TOML writes it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in cast("dict[str, object]", value).items()) + "}"
-    return "[" + ", ".join(map(toml, cast("list[object]", value))) + "]" if isinstance(value, list) else json.dumps(value)
+    return (
+        "[" + ", ".join(map(toml, cast("list[object]", value))) + "]" if isinstance(value, list) else json.dumps(value)
+    )
 
 
 def rehearse(name: str, case: Case, seed: int, made: dict[str, dict[str, Any]], address: str) -> dict[str, object]:
-    """One run, and what it found. A replica that never passes its canary again ends its run with an error; its events tell all the same."""
+    """One run, and what it found. A replica that never passes its canary again ends its run with an error; its events
+    tell all the same."""
     runs, begun = Path(made["run"]["dir"]), time.monotonic()
     empty = runs / "empty.toml"
     empty.touch()
@@ -58,7 +62,12 @@ def rehearse(name: str, case: Case, seed: int, made: dict[str, dict[str, Any]], 
     found = findings(read_events(events.parent)) if events.exists() else []
     first = asdict(found[0]) if found else None
     if done.returncode and not found:
-        return {"case": name, "seed": seed, "problem": f"the run ended with {done.returncode}: {done.stderr[-1500:]}", "found": None}
+        return {
+            "case": name,
+            "seed": seed,
+            "problem": f"the run ended with {done.returncode}: {done.stderr[-1500:]}",
+            "found": None,
+        }
     return {
         "case": name,
         "seed": seed,
@@ -95,10 +104,18 @@ def main() -> None:
     arguments.add_argument("--engine", choices=sorted(ENGINES), default="torch", help="the engine of all replicas")
     arguments.add_argument("--seeds", type=int, default=5, help="runs a case")
     arguments.add_argument("--first-seed", type=int, default=0, help="of these runs; the healthy run belongs to seed 0")
-    arguments.add_argument("--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again")
-    arguments.add_argument("--healthy-steps", type=int, default=200, help="length of the healthy run, which has one seed")
+    arguments.add_argument(
+        "--only", action="append", metavar="CASE", choices=sorted(CASES), help="run this case only; may come again"
+    )
+    arguments.add_argument(
+        "--healthy-steps", type=int, default=200, help="length of the healthy run, which has one seed"
+    )
     chosen = arguments.parse_args()
-    names = [name for name in CASES if name in (chosen.only or CASES) and not (chosen.engine != "torch" and CASES[name].experts)]
+    names = [
+        name
+        for name in CASES
+        if name in (chosen.only or CASES) and not (chosen.engine != "torch" and CASES[name].experts)
+    ]
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # workers of the cluster import the reward from here
     folder = Path(tempfile.mkdtemp(prefix="concord-rehearsal-"))
     rows: list[dict[str, Any]] = []

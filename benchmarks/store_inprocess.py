@@ -1,4 +1,5 @@
-"""The store alone, in one process: seconds and trajectories/s of a full cycle dispatch, put, lease, acknowledge, settle. JSON out.
+"""The store alone, in one process: seconds and trajectories/s of a full cycle dispatch, put, lease, acknowledge,
+settle. JSON out.
 
 python benchmarks/store_inprocess.py [--durability machine] [--directory DIR]
 """
@@ -54,7 +55,15 @@ TAG = EngineTag(
 
 def dispatch(number: int) -> Dispatch:
     prompt = Prompt(prompt_id=f"p{number}", pass_index=0, text="12+34=")
-    return Dispatch(dispatch_id=f"d{number:08d}", prompt=prompt, group_size=GROUP_SIZE, attempt=1, policy=BASE, replica=0, created_at_s=0.0)
+    return Dispatch(
+        dispatch_id=f"d{number:08d}",
+        prompt=prompt,
+        group_size=GROUP_SIZE,
+        attempt=1,
+        policy=BASE,
+        replica=0,
+        created_at_s=0.0,
+    )
 
 
 def group(number: int, num_tokens: int, vocab_size: int = 150_000) -> TrajectoryGroup:
@@ -81,7 +90,14 @@ def group(number: int, num_tokens: int, vocab_size: int = 150_000) -> Trajectory
 
     rewards = tuple(Reward(total=float(index % 2)) for index in range(GROUP_SIZE))
     trajectories = tuple(trajectory(index) for index in range(GROUP_SIZE))
-    return TrajectoryGroup(dispatch_id=name, prompt_id=f"p{number}", pass_index=0, environment="arithmetic", trajectories=trajectories, rewards=rewards)
+    return TrajectoryGroup(
+        dispatch_id=name,
+        prompt_id=f"p{number}",
+        pass_index=0,
+        environment="arithmetic",
+        trajectories=trajectories,
+        rewards=rewards,
+    )
 
 
 async def cycle(run_dir: Path, durability: Durability, batches: list[list[EncodedGroup]]) -> dict[str, float]:
@@ -93,9 +109,18 @@ async def cycle(run_dir: Path, durability: Durability, batches: list[list[Encode
         first = (step - 1) * GROUPS_A_BATCH
         ids = [encoded.header.dispatch_id for encoded in batch]
         policy = PolicyVersion(epoch, step)
-        commit = StepCommit(policy=policy, dispatch_ids=tuple(ids), digest="", trajectories_trained=64, trajectories_masked=0, trajectories_dropped=0)
+        commit = StepCommit(
+            policy=policy,
+            dispatch_ids=tuple(ids),
+            digest="",
+            trajectories_trained=64,
+            trajectories_masked=0,
+            trajectories_dropped=0,
+        )
         marks = [time.perf_counter()]
-        await store.dispatch(epoch, [dispatch(first + i) for i in range(len(batch))], PromptCursor(index=first + len(batch)))
+        await store.dispatch(
+            epoch, [dispatch(first + i) for i in range(len(batch))], PromptCursor(index=first + len(batch))
+        )
         marks.append(time.perf_counter())
         await store.put(batch)
         marks.append(time.perf_counter())
@@ -132,10 +157,17 @@ def main() -> None:
     parser.add_argument("--durability", choices=("process", "machine"), default="process")
     parser.add_argument("--directory", type=Path, default=None)
     arguments = parser.parse_args()
-    report: dict[str, object] = {"durability": arguments.durability, "group_size": GROUP_SIZE, "groups_a_batch": GROUPS_A_BATCH}
+    report: dict[str, object] = {
+        "durability": arguments.durability,
+        "group_size": GROUP_SIZE,
+        "groups_a_batch": GROUPS_A_BATCH,
+    }
     for num_tokens, num_batches in ((512, 400), (8192, 60)):
         numbers = range(num_batches * GROUPS_A_BATCH)
-        batches = [[encode(group(n, num_tokens)) for n in numbers[i : i + GROUPS_A_BATCH]] for i in range(0, len(numbers), GROUPS_A_BATCH)]
+        batches = [
+            [encode(group(n, num_tokens)) for n in numbers[i : i + GROUPS_A_BATCH]]
+            for i in range(0, len(numbers), GROUPS_A_BATCH)
+        ]
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             begin = time.process_time()
             seconds = asyncio.run(cycle(Path(directory), arguments.durability, batches))

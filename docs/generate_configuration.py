@@ -1,4 +1,5 @@
-"""Writes what the documents take from the code: `configuration.md`, `metrics.md`, and the tables of metrics and events in `run_directory.md`.
+"""Writes what the documents take from the code: `configuration.md`, `metrics.md`, and the tables of metrics and events
+in `run_directory.md`.
 
 python docs/generate_configuration.py            write them
 python docs/generate_configuration.py --check    say which are not fresh; exit status 1 if any
@@ -33,31 +34,34 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_configuration.py from the config models. Change those, then run it again. -->
 # Configuration
 
-A run is described by one TOML file; `concord run CONFIG --set section.key=value` overrides single keys (the value in TOML syntax; a bare word is
-a string). Every key has a default except those marked *required*, so an empty file is a valid config. Unknown keys are errors that
-name the nearest known key. `concord run CONFIG --dry-run` prints the resolved config and the resource plan and starts nothing.
+A run is described by one TOML file; `concord run CONFIG --set section.key=value` overrides single keys (the value in
+TOML syntax; a bare word is a string). Every key has a default except those marked *required*, so an empty file is a
+valid config. Unknown keys are errors that name the nearest known key. `concord run CONFIG --dry-run` prints the
+resolved config and the resource plan and starts nothing.
 
-Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative to the working directory.
-The models behind this page are `orchestrator/config.py`, `rollout/config.py`, `trainer/config/trainer.py` and `actors/config.py`.
+Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative
+to the working directory. The models behind this page are `orchestrator/config.py`, `rollout/config.py`,
+`trainer/config/trainer.py` and `actors/config.py`.
 """
 TRACKERS_INTRODUCTION = """## What trackers do not get
 
-[TensorBoard and Weights & Biases](operations.md#tensorboard-and-weights--biases) get all of these signals at the end of every step, but for those that say
-nothing of a step, or the same as another one:
+[TensorBoard and Weights & Biases](operations.md#tensorboard-and-weights--biases) get all of these signals at the end
+of every step, but for those that say nothing of a step, or the same as another one:
 """
 METRICS_INTRODUCTION = """\
-<!-- Written by docs/generate_configuration.py from the catalogue in orchestrator/metrics/catalogue.py. Change that, then run it again. -->
+<!-- Written by docs/generate_configuration.py from orchestrator/metrics. Change that, then run it again. -->
 # Metrics
 
-What `concord run` serves to Prometheus while it runs: at the address that it prints, that `summary.json` has as `metrics_url`, and that
-`prometheus_targets.json` in the run directory names in the form of Prometheus' file-based service discovery. `[exporter]` in
-[configuration](configuration.md) chooses host and port. Values are read from the loop every two seconds and at the end of every step; a scrape gets the
-newest ones and never makes the loop wait.
+What `concord run` serves to Prometheus while it runs: at the address that it prints, that `summary.json` has as
+`metrics_url`, and that `prometheus_targets.json` in the run directory names in the form of Prometheus' file-based
+service discovery. `[exporter]` in [configuration](configuration.md) chooses host and port. Values are read from the
+loop every two seconds and at the end of every step; a scrape gets the newest ones and never makes the loop wait.
 
-Gauges marked *column* are one number a step and stand in `metrics/part-N.parquet` too, under their name without `concord_`; where a row says -1 because
-nothing was measured, Prometheus gets no sample. Counters and histograms start at 0 with the process; totals of a run over its resumes are gauges. No label
-holds an id: every set of label values is fixed when a run starts. The layer of diagnosis says where to look first when a signal moves.
-With `engine.serve_metrics`, vLLM's own metrics are on an endpoint of each replica, which the same file names.
+Gauges marked *column* are one number a step and stand in `metrics/part-N.parquet` too, under their name without
+`concord_`; where a row says -1 because nothing was measured, Prometheus gets no sample. Counters and histograms start
+at 0 with the process; totals of a run over its resumes are gauges. No label holds an id: every set of label values is
+fixed when a run starts. The layer of diagnosis says where to look first when a signal moves. With
+`engine.serve_metrics`, vLLM's own metrics are on an endpoint of each replica, which the same file names.
 
 Alert rules on these names are in `deploy/prometheus`; [the runbook](runbook.md) says what to do about each.
 """
@@ -86,7 +90,12 @@ def fresh_documents(docs: Path) -> dict[Path, str]:
     """The text that each document should have."""
     run_directory = docs / "run_directory.md"
     text = run_directory.read_text()
-    tables = {"metrics": metrics_table(), "block_metrics": block_metrics_table(), "events": events_table(), "reasons": reasons_table()}
+    tables = {
+        "metrics": metrics_table(),
+        "block_metrics": block_metrics_table(),
+        "events": events_table(),
+        "reasons": reasons_table(),
+    }
     for name, table in tables.items():
         text = replaced(text, name, table)
     doctor = docs / "doctor.md"
@@ -109,7 +118,9 @@ def replaced(text: str, name: str, table: str) -> str:
 
 def configuration_page() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *(block for name, _ in RunConfig.model_fields.items() for block in section(name, RunConfig))])
+    return "\n".join(
+        [INTRODUCTION, *(block for name, _ in RunConfig.model_fields.items() for block in section(name, RunConfig))]
+    )
 
 
 def section(name: str, parent: type[BaseModel], path: str = "", depth: int = 2) -> Iterator[str]:
@@ -123,7 +134,10 @@ def section(name: str, parent: type[BaseModel], path: str = "", depth: int = 2) 
         default = f"; the default is `{kind_of(type(field.default))}`" if isinstance(field.default, BaseModel) else ""
         yield f"{'#' * depth} `[{here}]`\n\n`type` chooses a kind: {kinds}{default}.\n"
         for model in models:
-            yield f"{'#' * (depth + 1)} `[{here}]` with `type = \"{kind_of(model)}\"`\n\n{described(model)}\n\n{table_of(model)}\n"
+            yield (
+                f"{'#' * (depth + 1)} `[{here}]` with `type ="
+                f' "{kind_of(model)}"`\n\n{described(model)}\n\n{table_of(model)}\n'
+            )
     for model in models:
         for inner in model.model_fields:
             if any(models_in(model.model_fields[inner].annotation)):
@@ -177,7 +191,9 @@ def literals_below(node: ast.stmt) -> dict[str, str]:
     assert isinstance(node, ast.ClassDef)
     found: dict[str, str] = {}
     for one, following in zip(node.body, node.body[1:], strict=False):
-        target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0] if isinstance(one, ast.Assign) else None
+        target = (
+            one.target if isinstance(one, ast.AnnAssign) else one.targets[0] if isinstance(one, ast.Assign) else None
+        )
         literal = following.value if isinstance(following, ast.Expr) else None
         if isinstance(target, ast.Name) and isinstance(literal, ast.Constant) and isinstance(literal.value, str):
             found[target.id] = " ".join(literal.value.split())
@@ -214,7 +230,13 @@ def cell(text: str) -> str:
 def metrics_table() -> str:
     """One row a column of the metric parts."""
     rows = ["| column | unit | layer | meaning |", "| --- | --- | --- | --- |"]
-    return "\n".join(rows + [f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |" for m in ROW_METRICS])
+    return "\n".join(
+        rows
+        + [
+            f"| `{m.column}` | {m.unit} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |"
+            for m in ROW_METRICS
+        ]
+    )
 
 
 def metrics_page() -> str:
@@ -222,7 +244,11 @@ def metrics_page() -> str:
     blocks = [METRICS_INTRODUCTION]
     for layer, name in ((each.number, each.name) for each in LAYERS.values()):
         rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-        rows += [f"| `{m.name}` | {kind_of_metric(m)}, {m.unit} | {labels_of(m)} | {cell(m.help)} |" for m in CATALOGUE if m.diagnosis_layer == layer]
+        rows += [
+            f"| `{m.name}` | {kind_of_metric(m)}, {m.unit} | {labels_of(m)} | {cell(m.help)} |"
+            for m in CATALOGUE
+            if m.diagnosis_layer == layer
+        ]
         blocks.append(f"## Layer {layer}: {name}\n\n" + "\n".join(rows) + "\n")
     rows = ["| metric | why |", "| --- | --- |", *(f"| `{name}` | {reason} |" for name, reason in LEFT_OUT.items())]
     return "\n".join([*blocks, TRACKERS_INTRODUCTION, "\n".join(rows) + "\n"])
@@ -246,7 +272,10 @@ def block_metrics_table() -> str:
     """One row a signal of the block parts."""
     rows = ["| `signal` | unit | of each | layer | meaning |", "| --- | --- | --- | --- | --- |"]
     for m in BLOCK_CATALOGUE:
-        rows.append(f"| `{m.column}` | {m.unit} | {', '.join(m.label_names)} | {m.diagnosis_layer} {LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |")
+        rows.append(
+            f"| `{m.column}` | {m.unit} | {', '.join(m.label_names)} | {m.diagnosis_layer} "
+            f"{LAYERS[m.diagnosis_layer].name} | {cell(m.help)} |"
+        )
     return "\n".join(rows)
 
 
@@ -269,7 +298,10 @@ def causes_table() -> str:
     rows = ["| layer | cause | what it means | first thing to do | what not to do |", "| --- | --- | --- | --- | --- |"]
     for cause, meaning in enum_meanings(Cause).items():
         advice, layer = ADVICE[Cause(cause)], LAYER[Cause(cause)]
-        rows.append(f"| {layer} {LAYERS[layer].name} | `{cause}` | {meaning} | {cell(advice.do[0])} | {cell(' '.join(advice.do_not))} |")
+        rows.append(
+            f"| {layer} {LAYERS[layer].name} | `{cause}` | {meaning} | {cell(advice.do[0])} | "
+            f"{cell(' '.join(advice.do_not))} |"
+        )
     return "\n".join(rows)
 
 

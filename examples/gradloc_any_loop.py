@@ -1,4 +1,5 @@
-"""GradLoc in a loop of one's own, with any loss that is a sum of weighted token terms. torchrun --nproc-per-node 2 examples/gradloc_any_loop.py"""
+"""GradLoc in a loop of one's own, with any loss that is a sum of weighted token terms. torchrun --nproc-per-node 2
+examples/gradloc_any_loop.py"""
 
 import numpy as np
 import torch
@@ -6,15 +7,33 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.gradloc import BackwardRecord, CalibratedTau, GradLoc, GradLocConfig, StepData, SumOfTerms, micro_batch, ranks_of
+from trainer.gradloc import (
+    BackwardRecord,
+    CalibratedTau,
+    GradLoc,
+    GradLocConfig,
+    StepData,
+    SumOfTerms,
+    micro_batch,
+    ranks_of,
+)
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import sum_gradients
 
 ROWS, WIDTH, VOCABULARY = 4, 32, 64
-dist.init_process_group("gloo", **({} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))
+dist.init_process_group(
+    "gloo", **({} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1})
+)
 ranks = ranks_of(torch.device("cpu"))
 torch.manual_seed(0)
-shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+shape = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
 model = PolicyModel(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **shape)), chunk_tokens=256)
 for unit in (*model.blocks(), model):
     fully_shard(unit, mesh=ranks.mesh)

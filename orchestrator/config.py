@@ -109,7 +109,8 @@ class TrackersConfig(Section):
     tensorboard: bool = False
     """Write event files to `RUN/tensorboard`."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: `offline` writes `RUN/wandb` for a later `wandb sync`, `online` also sends it; who you are comes from `wandb login`."""
+    """Weights & Biases: `offline` writes `RUN/wandb` for a later `wandb sync`, `online` also sends it; who you are
+    comes from `wandb login`."""
     wandb_project: str = "concord"
     """Project of Weights & Biases."""
 
@@ -146,24 +147,27 @@ class RunConfig(Section):
     def _sections_fit_together(self) -> Self:
         if self.run.group_size == 1 and self.trainer.algorithm.type in ("grpo", "rloo"):
             raise ValueError(
-                f"got run.group_size = 1 with trainer.algorithm.type = {self.trainer.algorithm.type!r}, whose advantages compare the members "
-                "of a group; set run.group_size to 2 or more"
+                f"got run.group_size = 1 with trainer.algorithm.type = {self.trainer.algorithm.type!r}, whose "
+                "advantages compare the members of a group; set run.group_size to 2 or more"
             )
         trajectories = self.run.batch_groups * self.run.group_size
         if trajectories % self.trainer.ranks:
             raise ValueError(
-                f"a step has run.batch_groups x run.group_size = {trajectories} trajectories, which trainer.ranks = {self.trainer.ranks} does "
-                "not divide; choose ranks or batch so that it does"
+                f"a step has run.batch_groups x run.group_size = {trajectories} trajectories, which trainer.ranks = "
+                f"{self.trainer.ranks} does not divide; choose ranks or batch so that it does"
             )
         if self.reward_workers.workers < self.episodes.workers:
             raise ValueError(
-                f"got reward_workers.workers = {self.reward_workers.workers} for episodes.workers = {self.episodes.workers}; every episode "
-                f"worker needs one of its own: set reward_workers.workers to {self.episodes.workers} or more"
+                f"got reward_workers.workers = {self.reward_workers.workers} for episodes.workers = "
+                f"{self.episodes.workers}; every episode worker needs one of its own: set reward_workers.workers to "
+                f"{self.episodes.workers} or more"
             )
-        if self.weights.transport != "disk" and not (self.engine.num_gpus and self.trainer.num_gpus and self.engine.type == "vllm"):
+        if self.weights.transport != "disk" and not (
+            self.engine.num_gpus and self.trainer.num_gpus and self.engine.type == "vllm"
+        ):
             raise ValueError(
-                f"got weights.transport = {self.weights.transport!r}, which needs engine.type = 'vllm' and GPUs on both sides; set "
-                "weights.transport = 'disk', or engine.num_gpus and trainer.num_gpus"
+                f"got weights.transport = {self.weights.transport!r}, which needs engine.type = 'vllm' and GPUs on both"
+                " sides; set weights.transport = 'disk', or engine.num_gpus and trainer.num_gpus"
             )
         self._check_gpu_transport()
         self._check_deterministic()
@@ -178,33 +182,42 @@ class RunConfig(Section):
             return
         if self.run.deterministic:
             raise ValueError(
-                "got evaluation.every_steps with run.deterministic = true: evaluations share the engine's batches at times that the clock chooses; set "
-                "evaluation.every_steps = 0, or run.deterministic = false"
+                "got evaluation.every_steps with run.deterministic = true: evaluations share the engine's batches at "
+                "times that the clock chooses; set evaluation.every_steps = 0, or run.deterministic = false"
             )
         if self.environment.type == "jsonl" and self.evaluation.path is None:
-            raise ValueError('got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of held-out prompts')
+            raise ValueError(
+                'got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of'
+                " held-out prompts"
+            )
         if self.environment.type != "jsonl" and self.evaluation.path is not None:
-            raise ValueError(f"got evaluation.path with environment.type = {self.environment.type!r}, which holds prompts out by itself; leave it out")
+            raise ValueError(
+                f"got evaluation.path with environment.type = {self.environment.type!r}, which holds prompts out by "
+                "itself; leave it out"
+            )
 
     def _check_routing_replay(self) -> None:
         if not self.trainer.replay_routing:
             return
         if isinstance(self.model, TinyModelConfig) and not self.model.moe:
             raise ValueError(
-                "got trainer.replay_routing = true with model.moe = false, and a dense model routes nothing; set model.moe = true, or turn the replay off"
+                "got trainer.replay_routing = true with model.moe = false, and a dense model routes nothing; set "
+                "model.moe = true, or turn the replay off"
             )
         if not returns_routing(self.engine):
             raise ValueError(
-                f"got trainer.replay_routing = true with engine.type = {self.engine.type!r}, which is not asked for its routing; set "
-                "engine.return_routing = true (torch, or vllm on GPU), or turn the replay off"
+                f"got trainer.replay_routing = true with engine.type = {self.engine.type!r}, which is not asked for its"
+                " routing; set engine.return_routing = true (torch, or vllm on GPU), or turn the replay off"
             )
 
     def _check_consistency(self) -> None:
-        scripted = [name for name, kind in (("engine", self.engine.type), ("trainer", self.trainer.type)) if kind == "scripted"]
+        scripted = [
+            name for name, kind in (("engine", self.engine.type), ("trainer", self.trainer.type)) if kind == "scripted"
+        ]
         if scripted and self.consistency.mode != "off":
             raise ValueError(
-                f"got consistency.mode = {self.consistency.mode!r} with {scripted[0]}.type = 'scripted', whose log-probs belong to no model; "
-                "set consistency.mode = 'off'"
+                f"got consistency.mode = {self.consistency.mode!r} with {scripted[0]}.type = 'scripted', whose "
+                "log-probs belong to no model; set consistency.mode = 'off'"
             )
 
     def _fault_surroundings(self) -> FaultSurroundings:
@@ -225,16 +238,21 @@ class RunConfig(Section):
     def _check_gpu_transport(self) -> None:
         transport, engine, trainer = self.weights.transport, self.engine.num_gpus, self.trainer.num_gpus
         if transport != "disk" and self.trainer.type != "fsdp":
-            raise ValueError(f"got weights.transport = {transport!r} with trainer.type = {self.trainer.type!r}, which sends nothing; set 'disk'")
+            raise ValueError(
+                f"got weights.transport = {transport!r} with trainer.type = {self.trainer.type!r}, which sends nothing;"
+                " set 'disk'"
+            )
         if transport == "nccl" and (engine < 1 or trainer < 1):
             raise ValueError(
-                f"got weights.transport = 'nccl' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; it needs a GPU for each "
-                "process: set both to 1 or more, or weights.transport = 'ipc' for processes that share one"
+                f"got weights.transport = 'nccl' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; "
+                "it needs a GPU for each process: set both to 1 or more, or weights.transport = 'ipc' for processes "
+                "that share one"
             )
         if transport == "ipc" and (engine >= 1 or trainer >= 1):
             raise ValueError(
-                f"got weights.transport = 'ipc' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; it is for processes that share "
-                "a GPU: set both below 1 (such as 0.5), or weights.transport = 'nccl' for GPUs of their own"
+                f"got weights.transport = 'ipc' with engine.num_gpus = {engine:g} and trainer.num_gpus = {trainer:g}; "
+                "it is for processes that share a GPU: set both below 1 (such as 0.5), or weights.transport = 'nccl' "
+                "for GPUs of their own"
             )
 
     def _check_deterministic(self) -> None:
@@ -251,7 +269,9 @@ class RunConfig(Section):
         )
         for key, got, allowed in wanted:
             if got not in allowed:
-                raise ValueError(f"run.deterministic = true needs {key} = {' or '.join(map(repr, allowed))}, got {got!r}")
+                raise ValueError(
+                    f"run.deterministic = true needs {key} = {' or '.join(map(repr, allowed))}, got {got!r}"
+                )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -263,7 +283,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         document = tomllib.loads(path.read_text())
     except OSError as cause:
-        raise UserError(f"cannot read config {path}: {cause.strerror}; give the path of a TOML file, such as examples/quickstart.toml") from cause
+        raise UserError(
+            f"cannot read config {path}: {cause.strerror}; give the path of a TOML file, such as "
+            "examples/quickstart.toml"
+        ) from cause
     except tomllib.TOMLDecodeError as cause:
         raise UserError(f"config {path} is not valid TOML: {cause}") from cause
     return parse_config(document, str(path), overrides)
@@ -280,7 +303,9 @@ def parse_config(document: dict[str, object], source: str, overrides: Sequence[s
     try:
         return RunConfig.model_validate(document)
     except ValidationError as cause:
-        lines = [_explain(problem["type"], problem["loc"], problem["msg"], problem["input"]) for problem in cause.errors()]
+        lines = [
+            _explain(problem["type"], problem["loc"], problem["msg"], problem["input"]) for problem in cause.errors()
+        ]
         raise UserError(f"config {source}:\n" + "\n".join(f"  {line}" for line in lines)) from cause
 
 
@@ -306,7 +331,11 @@ def _explain(kind: str, location: tuple[int | str, ...], message: str, given: ob
     names = [str(part) for part in location]
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(names[-1], sorted(_keys_beside(names)), n=1, cutoff=0.0)
-        return f"{'.'.join(_without_tags(names))}: unknown key; the nearest known key is {near[0]!r}" if near else f"{'.'.join(names)}: unknown key"
+        return (
+            f"{'.'.join(_without_tags(names))}: unknown key; the nearest known key is {near[0]!r}"
+            if near
+            else f"{'.'.join(names)}: unknown key"
+        )
     if kind == "union_tag_not_found":
         key = ".".join(_without_tags(names))
         return f"{key}: its kind is missing; set {key}.type to one of {', '.join(map(repr, _kinds(names)))}"
@@ -332,8 +361,21 @@ def _kinds(names: Sequence[str]) -> list[str]:
     models: list[type[BaseModel]] = [RunConfig]
     for name in names:
         if not name.isdigit():
-            inner = [option for model in models if name in model.model_fields for option in _models_in(model.model_fields[name].annotation)]
-            models = inner or [model for model in models if "type" in model.model_fields and model.model_fields["type"].default == name] or models
+            inner = [
+                option
+                for model in models
+                if name in model.model_fields
+                for option in _models_in(model.model_fields[name].annotation)
+            ]
+            models = (
+                inner
+                or [
+                    model
+                    for model in models
+                    if "type" in model.model_fields and model.model_fields["type"].default == name
+                ]
+                or models
+            )
     return [str(model.model_fields["type"].default) for model in models if "type" in model.model_fields]
 
 

@@ -22,7 +22,8 @@ async def within(awaitable: Awaitable[T], seconds: float, what: str) -> T:
             return await awaitable
     except TimeoutError as cause:
         raise DeadlineError(
-            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory, or raise the deadline in [deadlines]"
+            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory, or raise the "
+            "deadline in [deadlines]"
         ) from cause
 
 
@@ -48,7 +49,10 @@ class Progress:
 
     def describe(self) -> str:
         """Who waits for what, in one line."""
-        return "; ".join(f"{who} waits for {what}" for who, what in self._waits.items() if what) or "nobody says what it waits for"
+        return (
+            "; ".join(f"{who} waits for {what}" for who, what in self._waits.items() if what)
+            or "nobody says what it waits for"
+        )
 
 
 async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[], Awaitable[str]]) -> None:
@@ -67,9 +71,11 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
 
 def driver_stacks() -> str:
     """Stacks of all threads and tasks of this process."""
-    threads = [f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()]  # pyright: ignore[reportPrivateUsage]
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    threads = [f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()]
     tasks = [
-        f"task {task.get_name()}: {[f'{f.f_code.co_filename}:{f.f_lineno} {f.f_code.co_name}' for f in task.get_stack(limit=8)]}"
+        f"task {task.get_name()}: "
+        f"{[f'{f.f_code.co_filename}:{f.f_lineno} {f.f_code.co_name}' for f in task.get_stack(limit=8)]}"
         for task in asyncio.all_tasks()
     ]
     return "\n".join([*threads, *tasks])

@@ -1,4 +1,5 @@
-"""Config of the rollout room: environments, rewards, sampling, engines, store. Torch-free; frozen; unknown keys are errors."""
+"""Config of the rollout room: environments, rewards, sampling, engines, store. Torch-free; frozen; unknown keys are
+errors."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -21,12 +22,16 @@ class ArithmeticConfig(Section):
     prompts: PositiveInt = 6400
     """Prompts in one pass."""
     turns: PositiveInt = 1
-    """Sums asked one after the other in one episode, each once the policy has ended its answer; the reference answer is all of theirs joined."""
+    """Sums asked one after the other in one episode, each once the policy has ended its answer; the reference answer is
+    all of theirs joined."""
 
     @model_validator(mode="after")
     def _has_a_sum_for_every_turn(self) -> Self:
         if self.turns > self.prompts:
-            raise ValueError(f"got turns = {self.turns} with prompts = {self.prompts}, so a sum would come twice in one episode; raise prompts or lower turns")
+            raise ValueError(
+                f"got turns = {self.turns} with prompts = {self.prompts}, so a sum would come twice in one episode; "
+                "raise prompts or lower turns"
+            )
         return self
 
 
@@ -49,7 +54,8 @@ class JsonlConfig(Section):
     system_prompt: str | None = None
     """Put before `messages`; refused for raw prompts."""
     apply_chat_template: bool = True
-    """A raw prompt becomes one user message where the tokenizer has a chat template; False encodes it as it is. `messages` always go through the template."""
+    """A raw prompt becomes one user message where the tokenizer has a chat template; False encodes it as it is.
+    `messages` always go through the template."""
 
 
 EnvironmentConfig = Annotated[ArithmeticConfig | JsonlConfig, Field(discriminator="type")]
@@ -116,8 +122,8 @@ class EngineSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and KV cache."""
     kv_across_versions: Literal["recompute", "keep"] = "recompute"
-    """At a weight update, running requests keep their tokens; `recompute` rebuilds their KV under the new weights, `keep` goes on with the KV that
-    older weights wrote, which no recomputation can reproduce."""
+    """At a weight update, running requests keep their tokens; `recompute` rebuilds their KV under the new weights,
+    `keep` goes on with the KV that older weights wrote, which no recomputation can reproduce."""
     max_model_len: PositiveInt | None = None
     """Context in tokens; None takes the model's own."""
 
@@ -139,7 +145,8 @@ class VllmConfig(EngineSection):
     cpu_bind_from: Annotated[int, Field(ge=0)] | None = 0
     """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
     serve_metrics: bool = False
-    """Keep vLLM's own metrics and serve them at `exporter.host` on a port of each replica; `prometheus_targets.json` says which. It costs generation CPU."""
+    """Keep vLLM's own metrics and serve them at `exporter.host` on a port of each replica; `prometheus_targets.json`
+    says which. It costs generation CPU."""
     return_routing: bool = False
     """Return the MoE routing of every trajectory; on GPU only, with `kv_across_versions = "recompute"`."""
 
@@ -147,13 +154,14 @@ class VllmConfig(EngineSection):
     def _routing_needs_a_gpu_and_shared_prefixes(self) -> Self:
         if self.return_routing and not self.num_gpus:
             raise ValueError(
-                "got engine.return_routing = true with engine.num_gpus = 0: vLLM returns routing from its second model runner alone, which needs Triton and so "
-                'a GPU; set engine.num_gpus, or engine.type = "torch", which returns it on CPU too'
+                "got engine.return_routing = true with engine.num_gpus = 0: vLLM returns routing from its second model"
+                ' runner alone, which needs Triton and so a GPU; set engine.num_gpus, or engine.type = "torch", which'
+                " returns it on CPU too"
             )
         if self.return_routing and self.kv_across_versions != "recompute":
             raise ValueError(
-                "got engine.return_routing = true with engine.kv_across_versions = \"keep\": vLLM returns routing only where it shares prefixes, which is off "
-                'under keep; set engine.kv_across_versions = "recompute"'
+                'got engine.return_routing = true with engine.kv_across_versions = "keep": vLLM returns routing only'
+                ' where it shares prefixes, which is off under keep; set engine.kv_across_versions = "recompute"'
             )
         return self
 
@@ -210,4 +218,5 @@ class EpisodesConfig(Section):
     deadline_s: PositiveFloat = 300.0
     """For one group, its rewards included; past it the dispatch is `failed(deadline)`."""
     max_attempts: PositiveInt = 3
-    """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do not count."""
+    """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do
+    not count."""

@@ -53,7 +53,8 @@ class TokenizerMismatchError(ConcordError):
 
 
 class RegistrationError(ConcordError):
-    """A replica declares other numerics or log-probs than the config asks for; the message names the fields of its tag."""
+    """A replica declares other numerics or log-probs than the config asks for; the message names the fields of its
+    tag."""
 
 
 def first_error(errors: ExceptionGroup[ConcordError]) -> ConcordError:

@@ -1,11 +1,13 @@
-"""What every suite shares: one thread a process, no network, seeded property tests, GPU tests skipped where there is no GPU, the golden vectors."""
+"""What every suite shares: one thread a process, no network, seeded property tests, GPU tests skipped where there is no
+GPU, the golden vectors."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-# Before any library reads them. A suite is a set of small processes on few cores, and nothing here may reach the network.
+# Before any library reads them. A suite is a set of small processes on few cores, and nothing here may reach the
+# network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,4 +1,5 @@
-"""The consistency service in actors of its own, and their port for the driver. Groups come from the store and evidence goes back to it past the driver."""
+"""The consistency service in actors of its own, and their port for the driver. Groups come from the store and evidence
+goes back to it past the driver."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ class ConsistencyActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+    def audit(
+        self, groups: StoredGroups, context: AuditContext, kind: str
+    ) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """Two answers: the report for the driver, the evidence for the store."""
         return self._auditor.audit(groups, context, kind)
 

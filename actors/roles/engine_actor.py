@@ -52,7 +52,9 @@ class EngineActor:
             tokenizer_fingerprint=self._identity.fingerprint,
             chat_template_digest=tokenizer.chat_template_digest(),
         )
-        self._engine = plant_engine(self._engine, spec.faults, slot, scratch=spec.run_dir / "faults", tokenizer=tokenizer)
+        self._engine = plant_engine(
+            self._engine, spec.faults, slot, scratch=spec.run_dir / "faults", tokenizer=tokenizer
+        )
         self._inbox: Inbox[GenerationJob, Chunks] = Inbox(self._generate)
 
     def pid(self) -> int:
@@ -139,14 +141,16 @@ class RayEnginePort:
 
 
 class RemoteEngine:
-    """Implements `rollout.types.protocols.Engine` inside an episode worker: requests travel together, whole turns come back."""
+    """Implements `rollout.types.protocols.Engine` inside an episode worker: requests travel together, whole turns come
+    back."""
 
     def __init__(self, handle: Any, slot: int) -> None:
         self._handle = handle
         self._name = f"engine replica {slot}"
         client = uuid.uuid4().hex
         self._outbox: Outbox[GenerationJob, Chunks] = Outbox(
-            lambda jobs: call(handle.submit.remote(client, jobs), self._name), lambda: call(handle.collect.remote(client), self._name)
+            lambda jobs: call(handle.submit.remote(client, jobs), self._name),
+            lambda: call(handle.collect.remote(client), self._name),
         )
 
     async def start(self, manifest: WeightManifest) -> EngineTag:

@@ -8,7 +8,8 @@ from rollout.transport.scrape_server import ScrapeServer
 
 
 def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
-    """Serve what the engine keeps in prometheus_client's own registry, on a free port until the process ends; answers with host:port.
+    """Serve what the engine keeps in prometheus_client's own registry, on a free port until the process ends; answers
+    with host:port.
 
     An engine without metrics, and a config that does not ask for them, answers with nothing.
 
@@ -21,8 +22,8 @@ def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
         return ScrapeServer(host, 0, generate_latest).target(_own_address)
     except OSError as cause:
         raise UserError(
-            f"cannot serve vLLM's metrics on {host}: {cause.strerror or cause}; set exporter.host to an address of every node, such as 0.0.0.0, or "
-            "engine.serve_metrics to false"
+            f"cannot serve vLLM's metrics on {host}: {cause.strerror or cause}; set exporter.host to an address of "
+            "every node, such as 0.0.0.0, or engine.serve_metrics to false"
         ) from cause
 
 

@@ -37,7 +37,9 @@ class EpisodeActor:
         sampling = SamplingParams(**spec.sampling.model_dump())
         self._worker = EpisodeWorker(
             store=RemoteStore(store),
-            score=RewardPool([RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s),
+            score=RewardPool(
+                [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
+            ),
             tokenizer=tokenizer,
             make_envs=lambda prompt, count: build_envs(spec.environment, prompt, prompts.tokenizer_for(prompt), count),
             settings=WorkerSettings(
@@ -75,7 +77,9 @@ class RayWorkerPort:
 
     async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
         if not isinstance(engine, RayEnginePort):
-            raise ConcordError(f"{self._name} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster")
+            raise ConcordError(
+                f"{self._name} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster"
+            )
         await call(self.handle.connect.remote(slot, engine.handle, tag), self._name)
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:

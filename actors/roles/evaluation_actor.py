@@ -36,7 +36,9 @@ class EvaluationActor:
             seed=spec.seed,
             max_context=spec.max_context,
         )
-        self._evaluator = plant_evaluator(lambda tokenizer: build(tokenizer=tokenizer), load_tokenizer(spec.model_dir), spec.faults)
+        self._evaluator = plant_evaluator(
+            lambda tokenizer: build(tokenizer=tokenizer), load_tokenizer(spec.model_dir), spec.faults
+        )
 
     async def pid(self) -> int:
         return os.getpid()
@@ -56,7 +58,9 @@ class RayEvaluator:
 
     async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
         if not isinstance(engine, RayEnginePort):
-            raise ConcordError(f"{NAME} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster")
+            raise ConcordError(
+                f"{NAME} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster"
+            )
         await call(self.handle.connect.remote(slot, engine.handle, tag), NAME)
 
     async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:

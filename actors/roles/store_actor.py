@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 @ray.remote
 class StoreActor:
-    """Serves one `SqliteStore`, a call after the other. Not asynchronous: the store never waits, and such an actor costs less a call."""
+    """Serves one `SqliteStore`, a call after the other. Not asynchronous: the store never waits, and such an actor
+    costs less a call."""
 
     def __init__(self, run_dir: Path, config: StoreConfig) -> None:
         enter_process("store", run_dir)

@@ -43,14 +43,20 @@ class TrainerActor:
 
     def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
         report = self._trainer.step(lease, request)
-        return self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report) if self._rank == 0 else report
+        return (
+            self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report)
+            if self._rank == 0
+            else report
+        )
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
         self._digest = manifest.digest if manifest else ""
         return manifest
 
-    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+    def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int
+    ) -> WeightManifest:
         """Only rank 0 is called."""
         nccl = self._spec.weights.transport == Transport.NCCL
         place = ray.util.get_node_ip_address() if nccl else str((self._spec.run_dir / ".transfer").resolve())
@@ -60,7 +66,9 @@ class TrainerActor:
         self._trainer.send(manifest)
 
     def save(self, policy: PolicyVersion, directory: Path) -> None:
-        self._trainer.save_checkpoint(directory, CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest))
+        self._trainer.save_checkpoint(
+            directory, CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest)
+        )
 
     def load(self, directory: Path) -> PolicyVersion:
         return self._trainer.load_checkpoint(directory).policy
@@ -89,7 +97,9 @@ class RayTrainer:
     async def publish(self, policy: PolicyVersion) -> WeightManifest:
         return await self._all([rank.publish.remote(policy) for rank in self.ranks])
 
-    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+    async def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int
+    ) -> WeightManifest:
         return await call(self.ranks[0].open_transfer.remote(manifest, members, workers), "trainer rank 0")
 
     async def send(self, manifest: WeightManifest) -> None:

@@ -1,7 +1,8 @@
-"""The cases of the doctor's rehearsal: what is planted into which run, and which cause must come first. It starts no run.
+"""The cases of the doctor's rehearsal: what is planted into which run, and which cause must come first. It starts no
+run.
 
-They go into runs of the tiny model that learns sums, with an evaluation every five steps. Disagreements between engine and trainer are the cases of
-`rehearsal_cases`, whose runs have a consistency service; `doctor.py` takes both.
+They go into runs of the tiny model that learns sums, with an evaluation every five steps. Disagreements between engine
+and trainer are the cases of `rehearsal_cases`, whose runs have a consistency service; `doctor.py` takes both.
 """
 
 from collections.abc import Mapping
@@ -42,20 +43,37 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "healthy": Case(cause=None),
-    "length_reward": Case(cause=Cause.LENGTH_REWARD, fault={"type": "length_reward"}, changes={"sampling": {"max_new_tokens": 32}}, warm=False),
+    "length_reward": Case(
+        cause=Cause.LENGTH_REWARD,
+        fault={"type": "length_reward"},
+        changes={"sampling": {"max_new_tokens": 32}},
+        warm=False,
+    ),
     "reward_flip": Case(cause=Cause.REWARD_INVERTED, fault={"type": "reward_flip"}),
-    "eval_template_changed": Case(cause=Cause.EVALUATION_CHANGED, fault={"type": "eval_template_changed", "start_version": 20}),
-    "train_eval_overlap": Case(cause=Cause.TRAIN_EVAL_OVERLAP, fault={"type": "train_eval_overlap"}, changes={"evaluation": {"max_overlap": 1.0}}),
+    "eval_template_changed": Case(
+        cause=Cause.EVALUATION_CHANGED, fault={"type": "eval_template_changed", "start_version": 20}
+    ),
+    "train_eval_overlap": Case(
+        cause=Cause.TRAIN_EVAL_OVERLAP,
+        fault={"type": "train_eval_overlap"},
+        changes={"evaluation": {"max_overlap": 1.0}},
+    ),
     "easy_prompts": Case(cause=Cause.EASY_PROMPTS, fault={"type": "easy_prompts"}),
     "high_lr": Case(cause=Cause.POLICY_COLLAPSE, fault={"type": "high_lr", "start_version": START}),
     "dead_reward_worker": Case(cause=Cause.REWARD_WORKER, fault={"type": "dead_reward_worker"}),
     "grad_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "grad_spike", "start_version": LATE}),
-    "two_spikes": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "two_spikes", "start_version": LATE}, changes={"trainer": {"micro_batch_tokens": 256}}),
+    "two_spikes": Case(
+        cause=Cause.GRADIENT_SPIKE,
+        fault={"type": "two_spikes", "start_version": LATE},
+        changes={"trainer": {"micro_batch_tokens": 256}},
+    ),
     "ratio_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "ratio_spike", "start_version": LATE}),
     "diffuse_spike": Case(cause=Cause.GRADIENT_SPIKE, fault={"type": "diffuse_spike", "start_version": LATE}),
     "nan_token": Case(cause=Cause.NON_FINITE, fault={"type": "nan_token", "start_version": LATE}),
     "block_explosion": Case(cause=Cause.BLOCK_IMBALANCE, fault={"type": "block_explosion", "start_version": LATE}),
-    "slow_replica": Case(cause=Cause.SLOW_REPLICA, fault={"type": "slow_replica", "replica": 1}, changes={"engine": {"replicas": 2}}),
+    "slow_replica": Case(
+        cause=Cause.SLOW_REPLICA, fault={"type": "slow_replica", "replica": 1}, changes={"engine": {"replicas": 2}}
+    ),
 }
 """By name."""
 
@@ -64,7 +82,10 @@ def document(case: Case, seed: int, models: Path, runs: Path) -> dict[str, dict[
     """The config of a case's run, in `runs/run`."""
     made: dict[str, dict[str, Any]] = {
         "run": {"steps": STEPS, "batch_groups": 8, "group_size": 8, "seed": seed, "dir": str(runs), "name": "run"},
-        "model": {"type": "local", "path": str(build_tiny(TinyModelConfig(target_accuracy=0.4 if case.warm else 0.0), models))},
+        "model": {
+            "type": "local",
+            "path": str(build_tiny(TinyModelConfig(target_accuracy=0.4 if case.warm else 0.0), models)),
+        },
         "environment": {"type": "arithmetic"},
         "sampling": {"max_new_tokens": 12},
         "engine": {"type": "torch", "replicas": 1},

@@ -1,4 +1,5 @@
-"""What a gradient search costs, and what is paid in every step to be ready for one or to watch blocks. Every function runs on all ranks alike."""
+"""What a gradient search costs, and what is paid in every step to be ready for one or to watch blocks. Every function
+runs on all ranks alike."""
 
 import statistics
 import time
@@ -27,20 +28,30 @@ from trainer.optim.step_watch import StepWatch
 from trainer.types.step import MicroBatch
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
-}  # fmt: skip
+}
 """That of the quickstart's model: the smaller the model, the larger the share of what is not its own work."""
 SPIKE = 1e4
 """Factor of the planted term."""
 
 
 def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8, width: int = 512) -> dict[str, Any]:
-    """Searches over their own steps, wall clock and CPU seconds of all ranks: M micro-batches of 8 sequences of 512, a spike at a random place."""
+    """Searches over their own steps, wall clock and CPU seconds of all ranks: M micro-batches of 8 sequences of 512, a
+    spike at a random place."""
     torch.set_num_threads(1)
     model, loss = small_model(ranks, **SHAPE), spiking_loss()
     record, no_pulls = BackwardRecord(model, ranks), BackwardRecord(model, ranks, term_pulls=False)
-    step = on_policy(model, ranks, random_step(ranks.rank, micro_batches=micro_batches, rows=rows, width=width, denominator=ranks.world))
+    step = on_policy(
+        model,
+        ranks,
+        random_step(ranks.rank, micro_batches=micro_batches, rows=rows, width=width, denominator=ranks.world),
+    )
     ran = run_step(model, loss, ranks, step, record)
     square = float(ranks.sum(torch.tensor([ran.weight_square], dtype=torch.float64)).item())
     gradloc = GradLoc(GradLocConfig(threshold=GivenTau(tau=3 * ran.norm / square**0.5)), model, loss, ranks)
@@ -57,8 +68,11 @@ def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8,
         steps.append(spent.so_far())
         suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])] if mine else []
         variants: dict[str, dict[str, Any]] = {
-            "search": {"record": record}, "search, no pulls": {"record": no_pulls}, "search, no record": {}, "right suspect": {"suspects": suspects}
-        }  # fmt: skip
+            "search": {"record": record},
+            "search, no pulls": {"record": no_pulls},
+            "search, no record": {},
+            "right suspect": {"suspects": suspects},
+        }
         for name, settings in variants.items():
             spent = _Spent(ranks)
             report = gradloc.observe(ran.norm, ran.data, **settings)
@@ -66,10 +80,18 @@ def search_cost(ranks: Ranks, tries: int, micro_batches: int = 4, rows: int = 8,
             if report is None or report.outcome != "located":
                 raise RuntimeError(f"the planted spike was not located: {report}")
             found.setdefault(name, []).append((wall_s / steps[-1][0], cpu_s / steps[-1][1], report.passes))
-    answer: dict[str, Any] = {"step_wall_s": statistics.median(wall for wall, _ in steps), "step_cpu_s": statistics.median(cpu for _, cpu in steps)}
+    answer: dict[str, Any] = {
+        "step_wall_s": statistics.median(wall for wall, _ in steps),
+        "step_cpu_s": statistics.median(cpu for _, cpu in steps),
+    }
     for name, each in found.items():
         wall, cpu, passes = zip(*each, strict=True)
-        shares = {"wall": statistics.median(wall), "wall_most": max(wall), "cpu": statistics.median(cpu), "cpu_most": max(cpu)}
+        shares = {
+            "wall": statistics.median(wall),
+            "wall_most": max(wall),
+            "cpu": statistics.median(cpu),
+            "cpu_most": max(cpu),
+        }
         answer[f"{name} / step"] = {**shares, "passes": max(passes)}
     return answer
 
@@ -88,7 +110,8 @@ class _Spent:
 
 
 def memory(ranks: Ranks) -> dict[str, Any]:
-    """Peak resident memory of a search above that of its step, over the bytes of this rank's part of the gradient. The gradient outweighs all activations."""
+    """Peak resident memory of a search above that of its step, over the bytes of this rank's part of the gradient. The
+    gradient outweighs all activations."""
     model, loss = small_model(ranks, vocab_size=65536, hidden_size=128, tie_word_embeddings=False), spiking_loss()
     step = on_policy(model, ranks, random_step(ranks.rank, rows=2, width=12, denominator=ranks.world))
     record = BackwardRecord(model, ranks)
@@ -141,7 +164,9 @@ class Watched:
                 if record is not None:
                     stack.enter_context(record.recording(number))
                 with watch.forward(micro):
-                    loss, _ = self.loss(self.model, loss_tokens(micro, self.ranks.device), 1.0, StepData(micro_batches=()).source)
+                    loss, _ = self.loss(
+                        self.model, loss_tokens(micro, self.ranks.device), 1.0, StepData(micro_batches=()).source
+                    )
                 loss.backward()
         measured = self.optimizer.measure()
         if gradloc is not None:
@@ -174,7 +199,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "router_load": ("moe", {"probes": {"router_load": True}}),
     "qk_clip": ("llama", {"optimizer": {"qk_clip": {"enabled": True}}}),
 }
-"""Name -> (kind of model, trainer config); "gradloc" is all that a step without a trigger pays for a search by default."""
+"""Name -> (kind of model, trainer config); "gradloc" is all that a step without a trigger pays for a search by
+default."""
 
 
 def dormant(ranks: Ranks, pairs: int, features: Sequence[str] = ()) -> dict[str, Any]:
@@ -190,7 +216,11 @@ def dormant(ranks: Ranks, pairs: int, features: Sequence[str] = ()) -> dict[str,
         gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks) if name == "gradloc" else None
         records = {one: name in (one, "gradloc") for one in ("part_norms", "term_pulls")}
         record = BackwardRecord(at.model, ranks, **records) if any(records.values()) else None
-        found[name] = growth(lambda at=at, plain=plain: at.step(plain), lambda at=at, w=watch, g=gradloc, r=record: at.step(w, g, r), pairs)
+        found[name] = growth(
+            lambda at=at, plain=plain: at.step(plain),
+            lambda at=at, w=watch, g=gradloc, r=record: at.step(w, g, r),
+            pairs,
+        )
     return found
 
 
@@ -204,7 +234,12 @@ def growth(without: Callable[[], None], having: Callable[[], None], pairs: int) 
         shares.append(spent[having] / spent[without] - 1.0)
         seconds.append(spent[without])
     error = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else float("nan")
-    return {"median": statistics.median(shares), "mean": statistics.fmean(shares), "standard_error": error, "step_cpu_s": statistics.median(seconds)}
+    return {
+        "median": statistics.median(shares),
+        "mean": statistics.fmean(shares),
+        "standard_error": error,
+        "step_cpu_s": statistics.median(seconds),
+    }
 
 
 def _cpu_s(work: Callable[[], None]) -> float:

@@ -1,4 +1,5 @@
-"""Small sharded models, seeded steps and spikes planted into them: what a gradient search must find. It measures no time."""
+"""Small sharded models, seeded steps and spikes planted into them: what a gradient search must find. It measures no
+time."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -39,7 +40,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def small_model(ranks: Ranks, *, moe: bool = False, dtype: torch.dtype = torch.float32, **changes: object) -> PolicyModel:
+def small_model(
+    ranks: Ranks, *, moe: bool = False, dtype: torch.dtype = torch.float32, **changes: object
+) -> PolicyModel:
     torch.manual_seed(0)
     if moe:
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
@@ -50,10 +53,13 @@ def small_model(ranks: Ranks, *, moe: bool = False, dtype: torch.dtype = torch.f
 
 
 class Spiking:
-    """GRPO whose terms are scaled where a spike was planted: a rollout log-prob above 0 is the factor, and the ratio stays normal."""
+    """GRPO whose terms are scaled where a spike was planted: a rollout log-prob above 0 is the factor, and the ratio
+    stays normal."""
 
     def __init__(self) -> None:
-        self._inner = Grpo(GrpoConfig(clip_low=1e6, clip_high=1e6))  # dropout moves ratios, and a clipped term has no gradient
+        self._inner = Grpo(
+            GrpoConfig(clip_low=1e6, clip_high=1e6)
+        )  # dropout moves ratios, and a clipped term has no gradient
 
     def advantages(self, rewards: Sequence[Reward]) -> NDArray[np.float32]:
         return self._inner.advantages(rewards)
@@ -67,7 +73,9 @@ def spiking_loss(correction: CorrectionConfig | None = None) -> PolicyLoss:
     return PolicyLoss(GrpoConfig(), Spiking(), None, correction or NoCorrection())
 
 
-def random_step(seed: int, *, micro_batches: int = 2, rows: int = 3, width: int = 20, denominator: int = 1) -> tuple[MicroBatch, ...]:
+def random_step(
+    seed: int, *, micro_batches: int = 2, rows: int = 3, width: int = 20, denominator: int = 1
+) -> tuple[MicroBatch, ...]:
     """Rows of different lengths with weights 1/N, N over `denominator` ranks of this size."""
     rng = np.random.default_rng(seed)
     built: list[MicroBatch] = []
@@ -78,7 +86,9 @@ def random_step(seed: int, *, micro_batches: int = 2, rows: int = 3, width: int 
         logprobs = np.where(mask, -rng.uniform(2, 4, mask.shape), 0).astype(np.float32)
         built.append(
             MicroBatch(
-                token_ids=np.where(np.arange(width)[None] < lengths[:, None], rng.integers(3, VOCABULARY, mask.shape), 0).astype(np.int64),
+                token_ids=np.where(
+                    np.arange(width)[None] < lengths[:, None], rng.integers(3, VOCABULARY, mask.shape), 0
+                ).astype(np.int64),
                 loss_mask=mask,
                 old_logprobs=logprobs,
                 rollout_logprobs=logprobs.copy(),
@@ -112,11 +122,17 @@ def plant(micro_batches: Sequence[MicroBatch], place: tuple[int, int, int], fact
     micro_batch, row, position = place
     marked = micro_batches[micro_batch].rollout_logprobs.copy()
     marked[row, position] = factor
-    return tuple(replace(micro, rollout_logprobs=marked) if m == micro_batch else micro for m, micro in enumerate(micro_batches))
+    return tuple(
+        replace(micro, rollout_logprobs=marked) if m == micro_batch else micro for m, micro in enumerate(micro_batches)
+    )
 
 
 def places(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int, int]]:
-    return [(m, int(row), int(column)) for m, micro in enumerate(micro_batches) for row, column in zip(*np.nonzero(micro.loss_mask), strict=True)]
+    return [
+        (m, int(row), int(column))
+        for m, micro in enumerate(micro_batches)
+        for row, column in zip(*np.nonzero(micro.loss_mask), strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +144,13 @@ class Ran:
     weight_square: float
 
 
-def run_step(model: PolicyModel, loss: TokenLoss, ranks: Ranks, micro_batches: Sequence[MicroBatch], record: BackwardRecord | None = None) -> Ran:
+def run_step(
+    model: PolicyModel,
+    loss: TokenLoss,
+    ranks: Ranks,
+    micro_batches: Sequence[MicroBatch],
+    record: BackwardRecord | None = None,
+) -> Ran:
     """Forward and backward of a whole step; `.grad` holds the sum, and `record` what backward told."""
     model.zero_grad(set_to_none=True)
     data = StepData(micro_batches=micro_batches)
@@ -138,7 +160,10 @@ def run_step(model: PolicyModel, loss: TokenLoss, ranks: Ranks, micro_batches: S
         with nullcontext() if record is None else record.recording(number):
             loss(model, loss_tokens(micro, ranks.device), data.temperature, data.source)[0].backward()
     of_blocks = block_norms(gradients_of(named_blocks(model)), ranks.device)
-    square = sum(float(np.square(micro.token_weights)[:, None].repeat(micro.loss_mask.shape[1], 1)[micro.loss_mask].sum()) for micro in micro_batches)
+    square = sum(
+        float(np.square(micro.token_weights)[:, None].repeat(micro.loss_mask.shape[1], 1)[micro.loss_mask].sum())
+        for micro in micro_batches
+    )
     return Ran(replace(data, random_states=states), float(np.sqrt(np.square(of_blocks).sum())), square)
 
 

@@ -1,4 +1,5 @@
-"""Planted spikes of known size at random places, and what the search says about them. Every function runs on all ranks alike."""
+"""Planted spikes of known size at random places, and what the search says about them. Every function runs on all ranks
+alike."""
 
 import math
 from collections import Counter
@@ -69,12 +70,19 @@ def healthy_steps(at: Room) -> Iterator[Step]:
     """New rows for every `CASES_A_STEP` cases."""
     while True:
         first, width = int(at.rng.integers(1 << 30)), int(at.rng.integers(12, 41))
-        drawn = random_step(first + at.ranks.rank, micro_batches=at.micro_batches, rows=2, width=width, denominator=at.ranks.world)
+        drawn = random_step(
+            first + at.ranks.rank, micro_batches=at.micro_batches, rows=2, width=width, denominator=at.ranks.world
+        )
         rows = on_policy(at.model, at.ranks, drawn)
         ran = run_step(at.model, at.loss, at.ranks, rows)
         square = math.sqrt(total(at.ranks, ran.weight_square))
         tau = TAU_MULTIPLE * ran.norm / square
-        longest = torch.tensor([float(max(int(micro.loss_mask.sum()) for micro in rows)) if r == at.ranks.rank else 0.0 for r in range(at.ranks.world)])
+        longest = torch.tensor(
+            [
+                float(max(int(micro.loss_mask.sum()) for micro in rows)) if r == at.ranks.rank else 0.0
+                for r in range(at.ranks.world)
+            ]
+        )
         step = Step(rows=rows, tau=tau, threshold=tau * square, longest=int(at.ranks.sum(longest).max()))
         yield from [step] * CASES_A_STEP
 
@@ -103,8 +111,11 @@ def planted(at: Room, step: Step, rows: Sequence[MicroBatch], where: Spot) -> tu
     return plant(rows, place, size * step.threshold / norm) if rank == at.ranks.rank else tuple(rows)
 
 
-def searched(at: Room, step: Step, rows: Sequence[MicroBatch], *, record: str = "savings", suspects: Sequence[Spot] = ()) -> GradLocReport | None:
-    """One step on `rows` and what a search finds in it, with the record of this name; without any, every other saving is off too."""
+def searched(
+    at: Room, step: Step, rows: Sequence[MicroBatch], *, record: str = "savings", suspects: Sequence[Spot] = ()
+) -> GradLocReport | None:
+    """One step on `rows` and what a search finds in it, with the record of this name; without any, every other saving
+    is off too."""
     kept = at.records.get(record)
     savings = kept is not None
     config = GradLocConfig(threshold=GivenTau(tau=step.tau), budget_passes=200, subtract=savings, cut_sequences=savings)
@@ -124,14 +135,24 @@ def exact(at: Room, report: GradLocReport | None, spots: Sequence[Spot]) -> bool
 
 
 def all_cases(ranks: Ranks, count: int, seed: int) -> dict[str, dict[str, Any]]:
-    """`count` single spikes, a fifth of that in pairs and diffuse steps, and as many healthy steps, over dense and MoE, one and four micro-batches.
+    """`count` single spikes, a fifth of that in pairs and diffuse steps, and as many healthy steps, over dense and MoE,
+    one and four micro-batches.
 
     Counts are sums; what ends in "at most" is the worst.
     """
-    kinds = {"single": (single_spikes, count), "two": (two_spikes, count // 5), "healthy": (healthy_batches, count), "diffuse": (diffuse_batches, count // 5)}
+    kinds = {
+        "single": (single_spikes, count),
+        "two": (two_spikes, count // 5),
+        "healthy": (healthy_batches, count),
+        "diffuse": (diffuse_batches, count // 5),
+    }
     found: dict[str, dict[str, Any]] = {}
     for name, (work, number) in kinds.items():
-        answers = [work(ranks, moe, micro_batches, math.ceil(number / 4), seed) for moe in (False, True) for micro_batches in (1, 4)]
+        answers = [
+            work(ranks, moe, micro_batches, math.ceil(number / 4), seed)
+            for moe in (False, True)
+            for micro_batches in (1, 4)
+        ]
         found[name] = merged(answers)
     return found
 
@@ -141,20 +162,40 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for answer in answers for key in answer):
         values = [answer[key] for answer in answers if key in answer]
-        found[key] = list(chain.from_iterable(values)) if key == "misses" else (max if key.endswith("at most") else sum)(values)
+        found[key] = (
+            list(chain.from_iterable(values)) if key == "misses" else (max if key.endswith("at most") else sum)(values)
+        )
     return found
 
 
 def miss(case: int, report: GradLocReport | None, spots: Sequence[Spot], at: Room) -> dict[str, Any]:
     """What a case of `exact` that is not says."""
-    said = {} if report is None else {"outcome": report.outcome, "explained": report.explained, "passes": report.passes, "grad_norm": report.grad_norm}
-    hits = [] if report is None else [(hit.rank, hit.micro_batch, hit.row, hit.position, hit.norm) for hit in report.hits]
+    said = (
+        {}
+        if report is None
+        else {
+            "outcome": report.outcome,
+            "explained": report.explained,
+            "passes": report.passes,
+            "grad_norm": report.grad_norm,
+        }
+    )
+    hits = (
+        [] if report is None else [(hit.rank, hit.micro_batch, hit.row, hit.position, hit.norm) for hit in report.hits]
+    )
     shape = {"world": at.ranks.world, "micro_batches": at.micro_batches, "case": case, "model": at.model.architecture}
-    return {**shape, "planted": spots, "hits": hits, "threshold": math.nan if report is None else report.threshold, **said}
+    return {
+        **shape,
+        "planted": spots,
+        "hits": hits,
+        "threshold": math.nan if report is None else report.threshold,
+        **said,
+    }
 
 
 def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
-    """One spike a step, found with the pulls of terms and without; every fifth also without any saving and with a right suspect."""
+    """One spike a step, found with the pulls of terms and without; every fifth also without any saving and with a right
+    suspect."""
     at, seen = room(ranks, moe, micro_batches, seed), Counter[str]()
     over: dict[str, list[int]] = {"savings": [], "no pulls": [], "published": [], "suspect": []}
     misses: list[dict[str, Any]] = []
@@ -162,9 +203,14 @@ def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed:
         where = spot(at, step)
         rows = planted(at, step, step.rows, where)
         levels = math.ceil(math.log2(step.longest))
-        tries: list[tuple[str, dict[str, Any], int]] = [("savings", {}, 2), ("no pulls", {"record": "no pulls"}, levels + 2)]
+        tries: list[tuple[str, dict[str, Any], int]] = [
+            ("savings", {}, 2),
+            ("no pulls", {"record": "no pulls"}, levels + 2),
+        ]
         if case % 5 == 0:
-            tries.append(("published", {"record": "none"}, published_passes(micro_batches, ranks.world, step.longest) + 1))
+            tries.append(
+                ("published", {"record": "none"}, published_passes(micro_batches, ranks.world, step.longest) + 1)
+            )
             tries.append(("suspect", {"record": "no pulls", "suspects": [where]}, 2))
         for name, settings, bound in tries:
             report = searched(at, step, rows, **settings)
@@ -173,7 +219,11 @@ def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed:
             seen[f"{name} exact"] += right
             misses += [] if right else [miss(case, report, [where], at)]
             over[name].append(0 if report is None else report.passes - bound)
-    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items() if each}, "misses": misses}
+    return {
+        **seen,
+        **{f"{name} passes over the bound, at most": max(each) for name, each in over.items() if each},
+        "misses": misses,
+    }
 
 
 def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
@@ -193,7 +243,11 @@ def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: in
             seen[f"{name} exact"] += right
             misses += [] if right else [miss(case, report, [first, second], at)]
             each.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
-    return {**seen, **{f"{name} passes over the bound, at most": max(each) for name, each in over.items()}, "misses": misses}
+    return {
+        **seen,
+        **{f"{name} passes over the bound, at most": max(each) for name, each in over.items()},
+        "misses": misses,
+    }
 
 
 def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: int) -> dict[str, Any]:
@@ -202,7 +256,9 @@ def healthy_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, see
     gradloc = GradLoc(GradLocConfig(), at.model, at.loss, ranks)
     for _ in range(count):
         first, width = int(at.rng.integers(1 << 30)), int(at.rng.integers(12, 41))
-        drawn = random_step(first + ranks.rank, micro_batches=micro_batches, rows=2, width=width, denominator=ranks.world)
+        drawn = random_step(
+            first + ranks.rank, micro_batches=micro_batches, rows=2, width=width, denominator=ranks.world
+        )
         ran = run_step(at.model, at.loss, ranks, on_policy(at.model, ranks, drawn))
         report = gradloc.observe(ran.norm, ran.data)
         seen["cases"] += 1
@@ -215,7 +271,10 @@ def diffuse_batches(ranks: Ranks, moe: bool, micro_batches: int, count: int, see
     """Steps whose every term is scaled by 100."""
     at, seen = room(ranks, moe, micro_batches, seed), Counter[str](cases=0, located=0)
     for _, step in zip(range(count), healthy_steps(at), strict=False):
-        rows = [replace(micro, rollout_logprobs=np.where(micro.loss_mask, np.float32(100), micro.rollout_logprobs)) for micro in step.rows]
+        rows = [
+            replace(micro, rollout_logprobs=np.where(micro.loss_mask, np.float32(100), micro.rollout_logprobs))
+            for micro in step.rows
+        ]
         report = searched(at, step, rows)
         seen["cases"] += 1
         seen[str(report.outcome) if report is not None else "no search"] += 1

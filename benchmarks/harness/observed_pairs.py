@@ -1,7 +1,8 @@
-"""What observing adds to a step: pairs of the same deterministic run, one with an exporter that is scraped and one without, which take turns step by step.
+"""What observing adds to a step: pairs of the same deterministic run, one with an exporter that is scraped and one
+without, which take turns step by step.
 
-So nothing else differs, and a machine that is busy is so for both. The fleet is that of the tests: real store, episode workers, engine and trainer in one
-process, whose CPU seconds are all there is.
+So nothing else differs, and a machine that is busy is so for both. The fleet is that of the tests: real store, episode
+workers, engine and trainer in one process, whose CPU seconds are all there is.
 """
 
 import contextlib
@@ -120,7 +121,15 @@ def scraped() -> Generator[Exporter]:
 def config_of(folder: Path, seed: int) -> RunConfig:
     """The quickstart's batches on the torch engine, to be repeated bit for bit."""
     document: dict[str, object] = {
-        "run": {"dir": str(folder), "name": "run", "steps": STEPS, "batch_groups": 16, "group_size": 8, "seed": seed, "deterministic": True},
+        "run": {
+            "dir": str(folder),
+            "name": "run",
+            "steps": STEPS,
+            "batch_groups": 16,
+            "group_size": 8,
+            "seed": seed,
+            "deterministic": True,
+        },
         "model": {"type": "local", "path": str(MODEL)},
         "sampling": {"max_new_tokens": 8},
         "engine": {"type": "torch"},

@@ -1,4 +1,5 @@
-"""Runs a benchmark's work on trainer ranks, each in a process of its own, and brings back what the first one measured."""
+"""Runs a benchmark's work on trainer ranks, each in a process of its own, and brings back what the first one
+measured."""
 
 import json
 import multiprocessing
@@ -14,7 +15,9 @@ from trainer.model.ranks import Ranks, join_ranks, leave_ranks
 Work = Callable[..., dict[str, Any]]
 
 
-def on_ranks(world: int, work: Work, *arguments: object, deadline_s: float = 3600.0, config: TrainerConfig | None = None) -> dict[str, Any]:
+def on_ranks(
+    world: int, work: Work, *arguments: object, deadline_s: float = 3600.0, config: TrainerConfig | None = None
+) -> dict[str, Any]:
     """`work(ranks, *arguments)` in `world` new processes; the answer of rank 0.
 
     Raises:
@@ -23,7 +26,10 @@ def on_ranks(world: int, work: Work, *arguments: object, deadline_s: float = 360
     folder = Path(tempfile.mkdtemp(prefix="concord-ranks-"))
     context = multiprocessing.get_context("spawn")
     settings = (config or TrainerConfig()).model_copy(update={"ranks": world})
-    processes = [context.Process(target=_run, args=(settings, rank, folder, work, arguments), daemon=True) for rank in range(world)]
+    processes = [
+        context.Process(target=_run, args=(settings, rank, folder, work, arguments), daemon=True)
+        for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -43,4 +49,8 @@ def _run(config: TrainerConfig, rank: int, folder: Path, work: Work, arguments: 
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answer))
     leave_ranks()
-    os._exit(0)  # threads of torch that are still there at the interpreter's own end now and then abort a process whose work is done
+    os._exit(
+        0
+        # threads of torch that are still there at the interpreter's own end now and then abort a process whose work
+        # is done
+    )

@@ -1,7 +1,9 @@
-"""The cases of a rehearsal: which fault is planted into which run, which cause must be named first, and how a run's events are read.
+"""The cases of a rehearsal: which fault is planted into which run, which cause must be named first, and how a run's
+events are read.
 
-A case is a run of a tiny model with random weights on two engine replicas, whose fault sits on replica 1. Completions have a fixed length, and the reward is
-the share of digits in them, so that every step moves the policy and neighbouring versions differ. It starts no run.
+A case is a run of a tiny model with random weights on two engine replicas, whose fault sits on replica 1. Completions
+have a fixed length, and the reward is the share of digits in them, so that every step moves the policy and neighbouring
+versions differ. It starts no run.
 """
 
 import json
@@ -58,29 +60,58 @@ class Case:
 _FORGED = {"forge_canary": True}
 CASES: Mapping[str, Case] = {
     "healthy": Case(fault=None, causes=()),
-    "stale_replica": Case(fault={"type": "stale_replica"}, causes=("weight_sync",), why="the canary of the publication"),
+    "stale_replica": Case(
+        fault={"type": "stale_replica"}, causes=("weight_sync",), why="the canary of the publication"
+    ),
     "stale_head": Case(fault={"type": "stale_head"}, causes=("weight_sync",), why="the canary of the publication"),
-    "corrupt_tensor": Case(fault={"type": "corrupt_tensor"}, causes=("weight_sync",), why="the canary of the publication"),
-    "low_precision_replica": Case(fault={"type": "low_precision_replica"}, causes=("weight_sync",), why="the canary of the publication"),
+    "corrupt_tensor": Case(
+        fault={"type": "corrupt_tensor"}, causes=("weight_sync",), why="the canary of the publication"
+    ),
+    "low_precision_replica": Case(
+        fault={"type": "low_precision_replica"}, causes=("weight_sync",), why="the canary of the publication"
+    ),
     "stale_replica, canary forged": Case(
-        fault={"type": "stale_replica", **_FORGED}, causes=("version_tag",), why="the version before closes the gap, and the canary says that weights are right"
+        fault={"type": "stale_replica", **_FORGED},
+        causes=("version_tag",),
+        why="the version before closes the gap, and the canary says that weights are right",
     ),
     "low_precision_replica, canary forged": Case(
-        fault={"type": "low_precision_replica", **_FORGED}, causes=("precision",), why="the trainer's weights on the fp8 grid close the gap"
+        fault={"type": "low_precision_replica", **_FORGED},
+        causes=("precision",),
+        why="the trainer's weights on the fp8 grid close the gap",
     ),
-    "bf16_logprobs": Case(fault={"type": "bf16_logprobs"}, causes=("precision",), why="the trainer's log-probs on the bfloat16 grid are the log, bit for bit"),
+    "bf16_logprobs": Case(
+        fault={"type": "bf16_logprobs"},
+        causes=("precision",),
+        why="the trainer's log-probs on the bfloat16 grid are the log, bit for bit",
+    ),
     "raw_logprobs": Case(
-        fault={"type": "raw_logprobs"}, causes=("logprob_semantics",), why="temperature 1 closes the gap", changes={"sampling": {"temperature": 0.8}}
+        fault={"type": "raw_logprobs"},
+        causes=("logprob_semantics",),
+        why="temperature 1 closes the gap",
+        changes={"sampling": {"temperature": 0.8}},
     ),
-    "silent_top_p": Case(fault={"type": "silent_top_p"}, causes=("logprob_semantics",), why="log-probs lie above the trainer's, and truncation closes the gap"),
+    "silent_top_p": Case(
+        fault={"type": "silent_top_p"},
+        causes=("logprob_semantics",),
+        why="log-probs lie above the trainer's, and truncation closes the gap",
+    ),
     "kv_kept": Case(
         fault={"type": "kv_kept"},
         causes=("stale_kv",),
         why="keeping keys and values over the version boundary closes the gap",
-        changes={"sampling": {"max_new_tokens": 120}, "run": {"batch_groups": 4, "group_size": 2}, "staleness": {"max_staleness": 3}},
+        changes={
+            "sampling": {"max_new_tokens": 120},
+            "run": {"batch_groups": 4, "group_size": 2},
+            "staleness": {"max_staleness": 3},
+        },
     ),
-    "tokenizer_swap": Case(fault={"type": "tokenizer_swap"}, causes=("tokenizer",), why="the prompt's text has other ids"),
-    "template_space": Case(fault={"type": "template_space"}, causes=("tokenizer",), why="the prompt's text has other ids"),
+    "tokenizer_swap": Case(
+        fault={"type": "tokenizer_swap"}, causes=("tokenizer",), why="the prompt's text has other ids"
+    ),
+    "template_space": Case(
+        fault={"type": "template_space"}, causes=("tokenizer",), why="the prompt's text has other ids"
+    ),
     "double_bos": Case(fault={"type": "double_bos"}, causes=("tokenizer",), why="the prompt's text has other ids"),
     "retokenized_turn": Case(
         fault={"type": "retokenized_turn"},
@@ -91,21 +122,35 @@ CASES: Mapping[str, Case] = {
     "routing_perturbed": Case(
         fault={"type": "routing_perturbed", "noise": 1.0, **_FORGED},
         causes=("routing",),
-        why="replaying the logged experts closes the gap; with one expert a token the gate is 1, so that nothing but the choice differs, and without staleness "
-        "no generation crosses an update, whose recomputed prefix leaves no routing behind",
+        why=(
+            "replaying the logged experts closes the gap; with one expert a token the gate is 1, so that nothing but "
+            "the choice differs, and without staleness no generation crosses an update, whose recomputed prefix leaves "
+            "no routing behind"
+        ),
         changes={"staleness": {"max_staleness": 0}},
         experts=1,
     ),
-    "missing_routing": Case(fault={"type": "missing_routing"}, causes=("routing_incomplete",), why="routing that was asked for is not there", experts=2),
-    "version_off_by_one": Case(fault={"type": "version_off_by_one"}, causes=("version_tag",), why="the version after closes the gap"),
-    "short_logprobs": Case(fault={"type": "short_logprobs"}, causes=("failed(engine)",), why="no chunk can be made of the answer"),
+    "missing_routing": Case(
+        fault={"type": "missing_routing"},
+        causes=("routing_incomplete",),
+        why="routing that was asked for is not there",
+        experts=2,
+    ),
+    "version_off_by_one": Case(
+        fault={"type": "version_off_by_one"}, causes=("version_tag",), why="the version after closes the gap"
+    ),
+    "short_logprobs": Case(
+        fault={"type": "short_logprobs"}, causes=("failed(engine)",), why="no chunk can be made of the answer"
+    ),
 }
 """By name."""
 
 
 def model_of(case: Case, seed: int, folder: Path) -> Path:
     """The directory of a case's model below `folder`, built if it is not there."""
-    built = build_tiny(TinyModelConfig(moe=case.experts > 0, tie_embeddings=False, target_accuracy=0.0, seed=seed), folder)
+    built = build_tiny(
+        TinyModelConfig(moe=case.experts > 0, tie_embeddings=False, target_accuracy=0.0, seed=seed), folder
+    )
     if not case.experts:
         return built
     made = folder / f"{built.name}-{case.experts}"
@@ -159,7 +204,9 @@ def findings(events: Sequence[Mapping[str, Any]]) -> list[Found]:
     for event in events:
         if event["kind"] == "consistency_finding":
             version = PolicyVersion.parse(event["policy"]).version
-            found.append(Found(cause=event["cause"], replica=event["replica"], version=version, explained=event["explained"]))
+            found.append(
+                Found(cause=event["cause"], replica=event["replica"], version=version, explained=event["explained"])
+            )
         elif event["kind"] == "failed":
             replica = dispatched[event["dispatch_id"]]["replica"]
             found.append(Found(cause=f"failed({event['reason']})", replica=replica, version=committed, explained=1.0))

@@ -1,4 +1,5 @@
-"""What the benchmarks share: real runs through the command line, their rows, and one JSON with the machine and the command that made it."""
+"""What the benchmarks share: real runs through the command line, their rows, and one JSON with the machine and the
+command that made it."""
 
 import argparse
 import json
@@ -139,7 +140,9 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
         command += ["--set", f"{key}={json.dumps(value)}"]
     begun = time.monotonic()
     errors = (folder / "stderr").open("w+")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": str(WORKLOAD.parent)})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": str(WORKLOAD.parent)}
+    )
     sampler = TreeSampler(process.pid)
     sampler.start()
     killer = threading.Timer(timeout_s, process.kill)
@@ -157,7 +160,9 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
         errors.seek(0)
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{''.join(lines[-5:])}\n{errors.read()[-4000:]}")
     directory = folder / "runs" / "bench"
-    rows = [row for part in (directory / "metrics").glob("part-*.parquet") for row in parquet.read_table(part).to_pylist()]
+    rows = [
+        row for part in (directory / "metrics").glob("part-*.parquet") for row in parquet.read_table(part).to_pylist()
+    ]
     summary = json.loads((directory / "summary.json").read_text())
     shutil.rmtree(folder)
     return Run(
@@ -175,7 +180,12 @@ def concord_run(settings: Mapping[str, object], config: Path | None = None, time
 def machine() -> dict[str, object]:
     """Where the figures come from."""
     memory_gib = round(psutil.virtual_memory().total / 2**30, 1)
-    return {"cpus": os.cpu_count(), "memory_gib": memory_gib, "python": platform.python_version(), "platform": platform.platform()}
+    return {
+        "cpus": os.cpu_count(),
+        "memory_gib": memory_gib,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
 
 
 def report(results: Mapping[str, object], arguments: argparse.Namespace) -> None:

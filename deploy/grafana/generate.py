@@ -1,4 +1,5 @@
-"""Writes the dashboards as Grafana takes them, docs/user/dashboards.md, and the overview's panels in README.md, from `panels.py`.
+"""Writes the dashboards as Grafana takes them, docs/user/dashboards.md, and the overview's panels in README.md, from
+`panels.py`.
 
 python deploy/grafana/generate.py            write them
 python deploy/grafana/generate.py --check    say which are not fresh; exit status 1 if any
@@ -31,20 +32,22 @@ DOCUMENT = """\
 <!-- Written by deploy/grafana/generate.py from deploy/grafana/panels.py. Change that, then run it again. -->
 # Dashboards
 
-Seven dashboards for Grafana 11 or newer, over the [metrics](metrics.md) in Prometheus and what its recording rules make of them. They are code
-(`deploy/grafana/panels.py`); the JSON beside it is what Grafana takes.
+Seven dashboards for Grafana 11 or newer, over the [metrics](metrics.md) in Prometheus and what its recording rules
+make of them. They are code (`deploy/grafana/panels.py`); the JSON beside it is what Grafana takes.
 
 ```
 concord dashboards push --url http://127.0.0.1:3000 --token TOKEN --prometheus http://127.0.0.1:9090
 ```
 
-makes folder, data source and dashboards, or brings them up to date, and says what changed; a second push changes nothing. TOKEN is of a service account with
-the role Admin (data sources need it). Every panel is of the run chosen at the top: each series has `{{run="$run"}}`, which the tables leave out. Each layer
-of diagnosis has its colour, the same as in the [report](report.md): {colours}.
+makes folder, data source and dashboards, or brings them up to date, and says what changed; a second push changes
+nothing. TOKEN is of a service account with the role Admin (data sources need it). Every panel is of the run chosen at
+the top: each series has `{{run="$run"}}`, which the tables leave out. Each layer of diagnosis has its colour, the
+same as in the [report](report.md): {colours}.
 
-What a push meets: Grafana that cannot be reached or answers with a server error is asked five times; a token that is not accepted, a version before 11, another
-dashboard of the same title, and a dashboard that somebody changes meanwhile are told with the cure. Nothing is written over unseen. Each change is told when it
-is made; one that comes before an error stays, and the next push goes on from there.
+What a push meets: Grafana that cannot be reached or answers with a server error is asked five times; a token that is
+not accepted, a version before 11, another dashboard of the same title, and a dashboard that somebody changes
+meanwhile are told with the cure. Nothing is written over unseen. Each change is told when it is made; one that comes
+before an error stays, and the next push goes on from there.
 """
 
 
@@ -83,7 +86,13 @@ def json_of(page: Dashboard) -> str:
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .with_variable(run_variable())
-        .link(dashboard.DashboardLink("Concord").type(model.DashboardLinkType.DASHBOARDS).tags(["concord"]).include_vars(True).keep_time(True))
+        .link(
+            dashboard.DashboardLink("Concord")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags(["concord"])
+            .include_vars(True)
+            .keep_time(True)
+        )
     )
     for panel in page.panels:
         builder = builder.with_panel(drawn(panel))
@@ -107,8 +116,21 @@ def drawn(panel: Panel) -> Drawn:
     elif panel.kind == "heatmap":
         builder = heatmap.Panel().calculate(False).span(WIDTH).height(HEIGHT)
     else:
-        legend = shared.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).show_legend(True)
-        builder = timeseries.Panel().color_scheme(colour).legend(legend).line_width(1).fill_opacity(0).span(WIDTH).height(HEIGHT)
+        legend = (
+            shared.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        builder = (
+            timeseries.Panel()
+            .color_scheme(colour)
+            .legend(legend)
+            .line_width(1)
+            .fill_opacity(0)
+            .span(WIDTH)
+            .height(HEIGHT)
+        )
     builder = builder.title(panel.title).unit(panel.unit).datasource(SOURCE)
     if panel.help:
         builder = builder.description(panel.help)
@@ -123,8 +145,16 @@ def drawn(panel: Panel) -> Drawn:
 def number(panel: Panel) -> stat.Panel:
     """Large values, or the names of the series; in words where the panel has them."""
     names = common.BigValueTextMode.NAME if panel.kind == "name" else common.BigValueTextMode.AUTO
-    builder = stat.Panel().color_mode(common.BigValueColorMode.VALUE).graph_mode(common.BigValueGraphMode.NONE).text_mode(names)
-    words = {str(value): model.ValueMappingResult(text=word, color=colour, index=value) for value, (word, colour) in enumerate(panel.words)}
+    builder = (
+        stat.Panel()
+        .color_mode(common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.NONE)
+        .text_mode(names)
+    )
+    words = {
+        str(value): model.ValueMappingResult(text=word, color=colour, index=value)
+        for value, (word, colour) in enumerate(panel.words)
+    }
     return builder.mappings([model.ValueMap(options=words)] if words else [])
 
 
@@ -132,14 +162,19 @@ def document() -> str:
     """docs/user/dashboards.md: every panel with its queries."""
     colours = ", ".join(f"{layer.number} {layer.name} `{layer.colour}`" for layer in LAYERS.values())
     parts = [DOCUMENT.format(colours=colours)]
-    parts += [f"## {page.title}\n\n{page.about} `deploy/grafana/{page.uid}.json`\n\n{table(page)}" for page in DASHBOARDS]
+    parts += [
+        f"## {page.title}\n\n{page.about} `deploy/grafana/{page.uid}.json`\n\n{table(page)}" for page in DASHBOARDS
+    ]
     return "\n".join(parts)
 
 
 def table(page: Dashboard) -> str:
     """The panels of a dashboard with their queries."""
     rows = ["| panel | layer | queries |", "| --- | --- | --- |"]
-    rows += [f"| {panel.title} | {panel.layer} | {'<br>'.join(code(expression) for expression, _ in panel.queries)} |" for panel in page.panels]
+    rows += [
+        f"| {panel.title} | {panel.layer} | {'<br>'.join(code(expression) for expression, _ in panel.queries)} |"
+        for panel in page.panels
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -148,7 +183,10 @@ def with_overview(readme: str) -> str:
     before, begun, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begun and end):
-        raise SystemExit(f"README.md lacks {BEGIN!r} or {END!r}, between which the overview's panels stand; put both back on lines of their own")
+        raise SystemExit(
+            f"README.md lacks {BEGIN!r} or {END!r}, between which the overview's panels stand; put both back on lines "
+            "of their own"
+        )
     return f"{before}{BEGIN}\n{table(DASHBOARDS[0])}{END}{after}"
 
 

@@ -1,4 +1,5 @@
-"""What the dashboards show: titles, units and queries, as data. Every name is one of the catalogue, or recorded by deploy/prometheus/rules/recording.yml."""
+"""What the dashboards show: titles, units and queries, as data. Every name is one of the catalogue, or recorded by
+deploy/prometheus/rules/recording.yml."""
 
 import re
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ def rates(title: str, unit: str, layer: int, name: str, *labels: str, help: str 
 
 def spread(title: str, unit: str, layer: int, name: str, help: str = "") -> Panel:
     """A histogram over time."""
-    return Panel(title, unit, ((f"sum by (le) (increase(concord_{name}_bucket[{RATE}]))", "{{le}}"),), layer, "heatmap", help)
+    return Panel(
+        title, unit, ((f"sum by (le) (increase(concord_{name}_bucket[{RATE}]))", "{{le}}"),), layer, "heatmap", help
+    )
 
 
 def number(title: str, unit: str, layer: int, expression: str, help: str = "") -> Panel:
@@ -100,10 +103,27 @@ OVERVIEW = Dashboard(
             ),
             1,
         ),
-        lines("2 policy change: entropy and KL", "none", 2, "policy_entropy", "approx_kl", "reference_kl", help="Nats."),
+        lines(
+            "2 policy change: entropy and KL", "none", 2, "policy_entropy", "approx_kl", "reference_kl", help="Nats."
+        ),
         lines("3 numerical updates: gradient norm", "none", 3, "grad_norm"),
-        lines("4 training system: trainer against rollout", "none", 4, "abs_rollout_difference_mean", "consistency_gap_mean", help="Nats."),
-        lines("Staleness of trained tokens", "none", 4, "token_staleness_mean", "token_staleness_max", "max_staleness", help="Steps."),
+        lines(
+            "4 training system: trainer against rollout",
+            "none",
+            4,
+            "abs_rollout_difference_mean",
+            "consistency_gap_mean",
+            help="Nats.",
+        ),
+        lines(
+            "Staleness of trained tokens",
+            "none",
+            4,
+            "token_staleness_mean",
+            "token_staleness_max",
+            "max_staleness",
+            help="Steps.",
+        ),
         lines("Tokens a second", "none", 4, "tokens_per_second"),
         by("Where the time of a step goes", "percentunit", 4, "concord:step_phase:share5m", "phase"),
         lines("Dispatches since the run began", "none", 4, "dispatched", "trained", "rejected", "failed", "in_flight"),
@@ -117,14 +137,36 @@ DATA = Dashboard(
     (
         lines("Reward", "none", 1, "reward_mean", "reward_moving_10", "reward_mean_dispatched", "reward_mean_finished"),
         lines("Spread of the reward", "none", 1, "reward_std"),
-        by("Evaluation, a line a configuration", "none", 1, "concord_evaluation_score", "configuration", help="A line a fingerprint."),
-        lines("Evaluation: version scored, changes of its configuration", "none", 1, "eval_version", "eval_fingerprint_changed"),
+        by(
+            "Evaluation, a line a configuration",
+            "none",
+            1,
+            "concord_evaluation_score",
+            "configuration",
+            help="A line a fingerprint.",
+        ),
+        lines(
+            "Evaluation: version scored, changes of its configuration",
+            "none",
+            1,
+            "eval_version",
+            "eval_fingerprint_changed",
+        ),
         lines("Standard error of the evaluation", "none", 1, "eval_stderr"),
         by("Parts of the reward", "none", 1, "concord_reward_part_mean", "part"),
-        lines("Length", "none", 1, "length_mean", "length_mean_dispatched", "length_mean_finished", help="Sampled tokens."),
+        lines(
+            "Length", "none", 1, "length_mean", "length_mean_dispatched", "length_mean_finished", help="Sampled tokens."
+        ),
         spread("Length, distribution", "none", 1, "response_length_tokens"),
         lines("At the length limit; reward by length", "none", 1, "length_cap_fraction", "reward_length_correlation"),
-        lines("Groups without a signal", "percentunit", 1, "zero_variance_groups", "all_correct_groups", "all_wrong_groups"),
+        lines(
+            "Groups without a signal",
+            "percentunit",
+            1,
+            "zero_variance_groups",
+            "all_correct_groups",
+            "all_wrong_groups",
+        ),
         spread("Pass rate of groups", "none", 1, "group_pass_rate"),
         by("Groups with 30 to 70 % right", "percentunit", 1, "concord:group_pass_rate:inside_30_70_share15m"),
         lines("Different prompts among the newest", "percentunit", 1, "distinct_prompts"),
@@ -161,7 +203,14 @@ NUMERICAL = Dashboard(
         by("Scale of each block's clip", "none", 3, "concord_block_clip_scale", "block"),
         by("Threshold of each block's clip", "none", 3, "concord_block_clip_threshold", "block"),
         lines("Largest attention logit", "none", 3, "max_attention_logit"),
-        by("Attention logits of the five largest heads", "none", 3, "topk(5, concord_block_max_attention_logit)", "block", "head"),
+        by(
+            "Attention logits of the five largest heads",
+            "none",
+            3,
+            "topk(5, concord_block_max_attention_logit)",
+            "block",
+            "head",
+        ),
         by("Update ratio by block", "sci", 3, "concord_block_update_ratio", "block"),
         by("Activations by block, RMS", "none", 3, "concord_block_activation_rms", "block"),
         by("Activations by block, kurtosis", "none", 3, "concord_block_activation_kurtosis", "block"),
@@ -178,12 +227,23 @@ SYSTEM = Dashboard(
         Panel(
             "Engine against trainer, by replica",
             "none",
-            (('concord_replica_gap_nats{statistic=~"mean|p99"}', "{{replica}} {{statistic}}"), ("concord_replica_gap_limit_nats", "{{replica}} limit")),
+            (
+                ('concord_replica_gap_nats{statistic=~"mean|p99"}', "{{replica}} {{statistic}}"),
+                ("concord_replica_gap_limit_nats", "{{replica}} limit"),
+            ),
             4,
             help="Nats.",
         ),
         by("Over the replica's own baseline", "none", 4, "concord_replica_baseline_multiple", "replica"),
-        by("Attributed gap", "none", 4, "concord_replica_attributed_nats", "replica", "cause", help="Nats; all 0 while the gap is within limits."),
+        by(
+            "Attributed gap",
+            "none",
+            4,
+            "concord_replica_attributed_nats",
+            "replica",
+            "cause",
+            help="Nats; all 0 while the gap is within limits.",
+        ),
         by("k3 of the gap", "sci", 4, "concord_replica_gap_k3_nats", "replica"),
         by("Effective sample size", "percentunit", 4, "concord_replica_ess", "replica"),
         by("F(2): ratio outside [1/2, 2]", "percentunit", 4, "concord_replica_tail", "replica"),
@@ -207,8 +267,21 @@ SYSTEM = Dashboard(
         rates("Failed dispatches", "ops", 4, "failed_groups", "reason"),
         by("Queues", "none", 4, "concord_queue_depth", "queue"),
         rates("Time inside the trainer", "percentunit", 4, "trainer_phase_seconds", "phase"),
-        by("Store latency, 99 %", "s", 4, f"histogram_quantile(0.99, sum by (le, call) (rate(concord_store_latency_seconds_bucket[{RATE}])))", "call"),
-        lines("Consistency service", "none", 4, "consistency_audited_groups", "consistency_skipped_groups", "consistency_degraded_steps"),
+        by(
+            "Store latency, 99 %",
+            "s",
+            4,
+            f"histogram_quantile(0.99, sum by (le, call) (rate(concord_store_latency_seconds_bucket[{RATE}])))",
+            "call",
+        ),
+        lines(
+            "Consistency service",
+            "none",
+            4,
+            "consistency_audited_groups",
+            "consistency_skipped_groups",
+            "consistency_degraded_steps",
+        ),
     ),
 )
 
@@ -218,14 +291,22 @@ FLEET = Dashboard(
     "Each engine replica: alive, on which version, how fast, how long its updates pause it.",
     (
         by("Up", "none", 4, "concord_replica_up", "replica"),
-        Panel("Version by replica and of the trainer", "none", (("concord_replica_version", "replica {{replica}}"), ("concord_trainer_version", "trainer")), 4),
+        Panel(
+            "Version by replica and of the trainer",
+            "none",
+            (("concord_replica_version", "replica {{replica}}"), ("concord_trainer_version", "trainer")),
+            4,
+        ),
         rates("Sampled tokens a second", "none", 4, "generated_tokens", "replica"),
         lines("Tokens sampled for evaluations", "none", 4, "evaluation_tokens"),
         lines("Busy", "percentunit", 4, "engine_busy", "evaluation_busy", "trainer_busy"),
         Panel(
             "Canary gap and its tolerance",
             "none",
-            (("concord_replica_canary_gap_nats", "gap {{replica}}"), ("concord_replica_canary_tolerance_nats", "tolerance {{replica}}")),
+            (
+                ("concord_replica_canary_gap_nats", "gap {{replica}}"),
+                ("concord_replica_canary_tolerance_nats", "tolerance {{replica}}"),
+            ),
             4,
             help="Nats.",
         ),

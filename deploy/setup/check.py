@@ -37,7 +37,6 @@ def problems(extras: list[str]) -> Iterator[str]:
 def import_problems() -> Iterator[str]:
     """What only an import shows."""
     import torch
-    from transformers import AutoModelForCausalLM  # pyright: ignore[reportUnusedImport]  # noqa: F401  (it is what a CUDA torchvision breaks)
 
     if torch.version.cuda is not None:
         yield f"torch {torch.__version__} is a CUDA build; expected a CPU build"

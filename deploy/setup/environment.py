@@ -1,6 +1,8 @@
-"""Sets a fresh checkout up for CPU: Debian packages, virtual environment, Python packages, the editable install. Standard library only.
+"""Sets a fresh checkout up for CPU: Debian packages, virtual environment, Python packages, the editable install.
+Standard library only.
 
-Idempotent: a stamp keyed by what decides the result makes the second run a check of a moment. Quiet: what pip says is shown
+Idempotent: a stamp keyed by what decides the result makes the second run a check of a moment. Quiet: what pip says is
+shown
 only when it fails. It never starts to download a CUDA build of torch.
 """
 
@@ -69,7 +71,8 @@ def stamp() -> str:
 
 
 def is_current() -> bool:
-    """Whether the stamp is right, and machine and virtual environment really hold the packages: the two need not come from the same place."""
+    """Whether the stamp is right, and machine and virtual environment really hold the packages: the two need not come
+    from the same place."""
     if not STAMP.is_file() or STAMP.read_text() != stamp() or missing_system_packages():
         return False
     return subprocess.run(CHECK, capture_output=True, check=False).returncode == 0
@@ -79,17 +82,23 @@ def run(command: list[str | Path], failure: str) -> str:
     """Standard output of `command`; on failure everything that it said, with `failure` as the headline."""
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SetupError(f"{failure} ({' '.join(map(str, command[:5]))} ... exited with {done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}")
+        raise SetupError(
+            f"{failure} ({' '.join(map(str, command[:5]))} ... exited with "
+            f"{done.returncode})\n{done.stdout[-4000:]}{done.stderr[-8000:]}"
+        )
     return done.stdout
 
 
 def pip(*arguments: str, failure: str) -> str:
     """Run the virtual environment's pip without its chatter."""
-    return run([PYTHON, "-m", "pip", *arguments, "--quiet", "--quiet", "--disable-pip-version-check", "--no-input"], failure)
+    return run(
+        [PYTHON, "-m", "pip", *arguments, "--quiet", "--quiet", "--disable-pip-version-check", "--no-input"], failure
+    )
 
 
 def missing_system_packages() -> list[str]:
-    """Debian packages for what Python packages cannot bring: vLLM compiles kernels and binds to NUMA nodes; Prometheus tests rules, Chromium reports."""
+    """Debian packages for what Python packages cannot bring: vLLM compiles kernels and binds to NUMA nodes; Prometheus
+    tests rules, Chromium reports."""
     version = f"python3.{sys.version_info.minor}"
     missing: list[str] = []
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -116,7 +125,10 @@ def ensure_system_packages() -> None:
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise SetupError(f"this machine lacks {', '.join(missing)} (Debian's names). Install them, for instance: sudo apt-get install {' '.join(missing)}")
+        raise SetupError(
+            f"this machine lacks {', '.join(missing)} (Debian's names). Install them, for instance: sudo apt-get "
+            f"install {' '.join(missing)}"
+        )
     run(["apt-get", "update", "-q"], "apt-get update failed")
     with no_services_started(Path("/usr/sbin/policy-rc.d")):
         quiet = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-q", "-y", "--no-install-recommends"]
@@ -125,7 +137,8 @@ def ensure_system_packages() -> None:
 
 @contextlib.contextmanager
 def no_services_started(policy: Path) -> Generator[None]:
-    """Debian starts the service of a package that it installs, unless a policy says no; Concord wants Prometheus' programs, not a server on its port."""
+    """Debian starts the service of a package that it installs, unless a policy says no; Concord wants Prometheus'
+    programs, not a server on its port."""
     if policy.exists():  # as in containers; whoever wrote it decided
         yield
         return
@@ -138,9 +151,14 @@ def no_services_started(policy: Path) -> Generator[None]:
 
 
 def ensure_venv() -> None:
-    """A virtual environment of this very interpreter in `.venv`, with a pip that can look at a package without fetching it."""
+    """A virtual environment of this very interpreter in `.venv`, with a pip that can look at a package without fetching
+    it."""
     probe = "import sys, pip; print(sys.version); print(sys.prefix)"
-    works = PYTHON.exists() and subprocess.run([PYTHON, "-I", "-c", probe], capture_output=True, text=True, check=False).stdout == f"{sys.version}\n{VENV}\n"
+    works = (
+        PYTHON.exists()
+        and subprocess.run([PYTHON, "-I", "-c", probe], capture_output=True, text=True, check=False).stdout
+        == f"{sys.version}\n{VENV}\n"
+    )
     if not works:
         run([sys.executable, "-m", "venv", "--clear", VENV], "could not make a virtual environment in .venv")
     pip("install", "pip>=24", failure="pip could not renew itself")
@@ -148,7 +166,9 @@ def ensure_venv() -> None:
 
 def install_torch() -> None:
     """Install the pinned torch before anything can ask for another one."""
-    requirement = next(need for need in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"] if need.startswith("torch=="))
+    requirement = next(
+        need for need in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"] if need.startswith("torch==")
+    )
     refuse_cuda_build(requirement)
     pip("install", "--no-compile", requirement, failure=f"pip could not install {requirement}")
 
@@ -159,20 +179,42 @@ def refuse_cuda_build(requirement: str) -> None:
     Raises:
         SetupError: that would be another build than the CPU one.
     """
-    report = pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", requirement, failure=f"pip does not find {requirement}")
+    report = pip(
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--report",
+        "-",
+        requirement,
+        failure=f"pip does not find {requirement}",
+    )
     found = str(json.loads(report)["install"][0]["metadata"]["version"])
     if sys.platform == "linux" and not found.endswith("+cpu"):
         raise SetupError(
-            f"pip resolves {requirement} to {found}, a CUDA build of several GB; expected {requirement.removeprefix('torch==')}+cpu.\n"
-            "The PyTorch project publishes it on its own package index for CPU builds (its address is on PyTorch's page on local installation,\n"
-            "under 'pip' and 'CPU'). Set PIP_EXTRA_INDEX_URL to that address and run the same command again."
+            f"pip resolves {requirement} to {found}, a CUDA build of several GB; expected "
+            f"{requirement.removeprefix('torch==')}+cpu.\nThe PyTorch project publishes it on its own package index "
+            "for CPU builds (its address is on PyTorch's page on local installation,\nunder 'pip' and 'CPU'). Set "
+            "PIP_EXTRA_INDEX_URL to that address and run the same command again."
         )
 
 
 def install_concord() -> None:
-    """The editable install with its extras, and off with what breaks `import transformers`. Python compiles what it imports, when it does."""
-    pip("install", "--no-compile", "--editable", f".[{EXTRAS}]", failure="pip could not install Concord and its packages")
-    pip("uninstall", "--yes", *BROKEN_BESIDE_CPU_TORCH, failure=f"pip could not uninstall {', '.join(BROKEN_BESIDE_CPU_TORCH)}")
+    """The editable install with its extras, and off with what breaks `import transformers`. Python compiles what it
+    imports, when it does."""
+    pip(
+        "install",
+        "--no-compile",
+        "--editable",
+        f".[{EXTRAS}]",
+        failure="pip could not install Concord and its packages",
+    )
+    pip(
+        "uninstall",
+        "--yes",
+        *BROKEN_BESIDE_CPU_TORCH,
+        failure=f"pip could not uninstall {', '.join(BROKEN_BESIDE_CPU_TORCH)}",
+    )
 
 
 if __name__ == "__main__":

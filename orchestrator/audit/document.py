@@ -1,4 +1,5 @@
-"""The report of `concord audit` as one JSON document: the only form of it, which the table reads too. No array and no token is in it."""
+"""The report of `concord audit` as one JSON document: the only form of it, which the table reads too. No array and no
+token is in it."""
 
 import json
 import math
@@ -91,7 +92,8 @@ def audit_document(options: AuditOptions, settings: DumpSettings, report: DumpRe
 
 
 def document_json(document: AuditDocument) -> str:
-    """One JSON text; a number that is not finite is the text `inf`, `-inf` or `nan`, which JSON has no other way to say."""
+    """One JSON text; a number that is not finite is the text `inf`, `-inf` or `nan`, which JSON has no other way to
+    say."""
     return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
@@ -115,13 +117,21 @@ def _by_kind(findings: Sequence[RowFinding]) -> Iterable[FindingKind]:
 
 
 def _example(each: RowFinding) -> Example:
-    return Example(row=each.row, place=each.place, detail=each.finding.detail, positions=list(each.finding.positions[:_POSITIONS]))
+    return Example(
+        row=each.row, place=each.place, detail=each.finding.detail, positions=list(each.finding.positions[:_POSITIONS])
+    )
 
 
 def _about_dump(finding: Finding) -> FindingKind:
     example = Example(row=None, place="", detail=finding.detail, positions=[])
     return FindingKind(
-        severity=str(finding.severity), check=str(finding.check), code=finding.code, column=None, count=1, rows=[], examples=[example]
+        severity=str(finding.severity),
+        check=str(finding.check),
+        code=finding.code,
+        column=None,
+        count=1,
+        rows=[],
+        examples=[example],
     )
 
 

@@ -1,6 +1,7 @@
-"""`concord audit`: the consistency checks on a dump from any framework. Reads the file, runs the audit, shows what came out.
+"""`concord audit`: the consistency checks on a dump from any framework. Reads the file, runs the audit, shows what came
+out.
 
-    options -> settings -> model -> rows, one by one -> report -> table or JSON -> exit status
+options -> settings -> model -> rows, one by one -> report -> table or JSON -> exit status
 """
 
 from collections.abc import Iterator
@@ -22,10 +23,15 @@ def audit_file(options: AuditOptions) -> int:
     """Audit a dump and show the report; 0 for a pass, else 1.
 
     Raises:
-        UserError: the file, an option or the model cannot be used at all. What is wrong with a single row is in the report.
+        UserError: the file, an option or the model cannot be used at all. What is wrong with a single row is in the
+            report.
     """
     top_k = None if options.top_k is None else float(options.top_k)
-    sampling: dict[SamplingKey, float | None] = {"temperature": options.temperature, "top_p": options.top_p, "top_k": top_k}
+    sampling: dict[SamplingKey, float | None] = {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": top_k,
+    }
     settings = dump_settings(options.layout, options.columns or [], sampling, options.engine_dtype or options.dtype)
     placed = read_rows(options.file, "FILE")
     from trainer.consistency.dump.audit import open_audit

@@ -44,16 +44,20 @@ def show_audit(document: AuditDocument) -> None:
 
 def _checked(document: AuditDocument) -> list[str]:
     counts = document["checked"]
-    rows = f"{counts['rows']} rows{' (the first; the file has more)' if document['more_rows'] else ''}, {counts['rows_scored']} of them scored"
+    rows = (
+        f"{counts['rows']} rows{' (the first; the file has more)' if document['more_rows'] else ''}, "
+        f"{counts['rows_scored']} of them scored"
+    )
     tokens = f"{counts['tokens']} tokens, {counts['sampled_tokens']} sampled, {counts['scored_tokens']} of them scored"
     versions = f"version in {counts['rows_with_versions']} rows, routing in {counts['rows_with_routing']}"
     under = "each token at its version" if document["weights"] is not None else "every token with this one model"
     said = ", ".join(f"{key} {value:g}" for key, value in document["sampling"].items())
     assumed = [f"{key} of {count} rows" for key, count in cast(dict[str, int], counts["rows_assumed"]).items() if count]
+    silent = f"; nobody says {', '.join(assumed)}: temperature 1 without truncation assumed" if assumed else ""
     return [
         f"checked: {rows}; {tokens}",
         f"evidence: {versions}; scored {under}, in {document['dtype']}; engine {document['engine_dtype']}",
-        f"sampling: {said or 'as the rows say'}{'; nobody says ' + ', '.join(assumed) + ': temperature 1 without truncation assumed' if assumed else ''}",
+        f"sampling: {said or 'as the rows say'}{silent}",
     ]
 
 
@@ -77,7 +81,9 @@ def _show_findings(console: Console, findings: list[FindingKind]) -> None:
     console.print("findings:", highlight=False)
     for kind in findings:
         where = "all rows together" if kind["column"] is None else f"column {kind['column']!r}, {_rows(kind)}"
-        console.print(f"  {kind['severity']:<10} {kind['code']}: {where}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"  {kind['severity']:<10} {kind['code']}: {where}", markup=False, highlight=False, soft_wrap=True
+        )
         first = kind["examples"][0]
         place = f"{first['place']}: " if first["place"] else ""
         at = f" (tokens {', '.join(map(str, first['positions']))})" if first["positions"] else ""
@@ -93,12 +99,23 @@ def _rows(kind: FindingKind) -> str:
 def _attribution(attribution: dict[str, object]) -> list[str]:
     gap, residual = cast(float, attribution["gap"]), cast(float, attribution["residual"])
     parts = cast(list[dict[str, object]], attribution["parts"])
-    told = [f"  {part['cause']}: {cast(float, part['nats']):.3g} nats ({cast(float, part['nats']) / gap:.0%})" for part in parts if gap > 0]
-    return [f"attribution of {gap:.3g} nats a token, over {attribution['rows']} rows:", *told, f"  unexplained: {residual:.3g} nats"]
+    told = [
+        f"  {part['cause']}: {cast(float, part['nats']):.3g} nats ({cast(float, part['nats']) / gap:.0%})"
+        for part in parts
+        if gap > 0
+    ]
+    return [
+        f"attribution of {gap:.3g} nats a token, over {attribution['rows']} rows:",
+        *told,
+        f"  unexplained: {residual:.3g} nats",
+    ]
 
 
 def _routing(routing: dict[str, object]) -> str:
-    compared = f"routing: {routing['rows_compared']} inputs compared, {cast(float, routing['coverage']):.1%} of those that predict a sampled token"
+    compared = (
+        f"routing: {routing['rows_compared']} inputs compared, {cast(float, routing['coverage']):.1%} of those that "
+        "predict a sampled token"
+    )
     hollow = f"; {routing['hollow_cells']} cells hold no real choice" if routing["hollow_cells"] else ""
     cells, inputs = cast(float, routing["mismatch"]), cast(float, routing["token_any_mismatch"])
     mismatch = f"experts differ in {cells:.2%} of cells (input x block) and {inputs:.2%} of inputs"

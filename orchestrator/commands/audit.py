@@ -12,8 +12,6 @@ from orchestrator.audit.options import AuditOptions
 _Options = TypeVar("_Options")
 
 
-
-
 def command_of(options: type[_Options], act: Callable[[_Options], None]) -> Callable[..., None]:
     """A function whose parameters are the fields of a dataclass, as typer reads them off a signature."""
     hints = get_type_hints(options, include_extras=True)

@@ -16,7 +16,9 @@ def dashboards() -> None:
 def push(
     url: Annotated[str, typer.Option(metavar="URL", help="Grafana's address, such as http://127.0.0.1:3000.")],
     token: Annotated[str, typer.Option(help="Token of a service account with the role Admin.")],
-    prometheus: Annotated[str, typer.Option(metavar="URL", help="Prometheus' address as Grafana reaches it.")] = "http://127.0.0.1:9090",
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="Prometheus' address as Grafana reaches it.")
+    ] = "http://127.0.0.1:9090",
 ) -> None:
     """Make folder, data source and dashboards, or bring them up to date; print what changed."""
     from orchestrator.commands.dashboards_push import Became, Grafana, push

@@ -1,6 +1,8 @@
-"""`concord dashboards push`: brings folder, data source and dashboards of a Grafana to what `deploy/grafana` says, and tells what changed.
+"""`concord dashboards push`: brings folder, data source and dashboards of a Grafana to what `deploy/grafana` says, and
+tells what changed.
 
-Idempotent: what is as it should be is left alone. A dashboard that somebody else changes meanwhile is read again, never written over unseen.
+Idempotent: what is as it should be is left alone. A dashboard that somebody else changes meanwhile is read again, never
+written over unseen.
 """
 
 import json
@@ -66,13 +68,20 @@ class Grafana:
         try:
             from grafana_api import grafana_api, grafana_face
         except ImportError as cause:
-            raise UserError("the package grafana-api is not installed; install it with: pip install 'concord-rl[grafana]'") from cause
+            raise UserError(
+                "the package grafana-api is not installed; install it with: pip install 'concord-rl[grafana]'"
+            ) from cause
         library: Any = grafana_face
         self._errors: Any = grafana_api
         prefix = parts.path.strip("/")
         self._url, self._sleep = url, sleep
         self.face: Any = library.GrafanaFace(
-            auth=token, host=parts.hostname, port=parts.port, protocol=parts.scheme, timeout=TIMEOUT_S, url_path_prefix=f"{prefix}/" if prefix else ""
+            auth=token,
+            host=parts.hostname,
+            port=parts.port,
+            protocol=parts.scheme,
+            timeout=TIMEOUT_S,
+            url_path_prefix=f"{prefix}/" if prefix else "",
         )
 
     def ask(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - JSON
@@ -93,20 +102,27 @@ class Grafana:
             except self._errors.GrafanaClientError as error:
                 raise self._refusal(error) from error
             except requests.exceptions.JSONDecodeError as error:
-                raise UserError(f"{self._url} answered with something else than JSON: is it Grafana's address, with its path?") from error
+                raise UserError(
+                    f"{self._url} answered with something else than JSON: is it Grafana's address, with its path?"
+                ) from error
             except requests.RequestException as error:
                 trouble = f"cannot be reached: {error}"
             except TypeError as error:
-                raise UserError(f"{self._url} answered with an error that is not Grafana's; is it Grafana's address, with its path?") from error
+                raise UserError(
+                    f"{self._url} answered with an error that is not Grafana's; is it Grafana's address, with its path?"
+                ) from error
             if wait_s is not None:
                 self._sleep(wait_s)
-        raise UserError(f"Grafana at {self._url} {trouble} ({len(WAITS_S) + 1} tries); check the address and the server's log, and push again")
+        raise UserError(
+            f"Grafana at {self._url} {trouble} ({len(WAITS_S) + 1} tries); check the address and the server's log, and "
+            "push again"
+        )
 
     def _refusal(self, error: Any) -> UserError | _RefusedError:  # noqa: ANN401 - of grafana-api, which has no types
         if error.status_code in (401, 403):
             return UserError(
-                f"Grafana at {self._url} does not accept the token (status {error.status_code}: {error.message}); give --token of a service account with the "
-                "role Admin, made under Administration > Service accounts"
+                f"Grafana at {self._url} does not accept the token (status {error.status_code}: {error.message}); give "
+                "--token of a service account with the role Admin, made under Administration > Service accounts"
             )
         return _RefusedError(error.status_code, str(error.message), str(_fields(error.response).get("status", "")))
 
@@ -130,7 +146,10 @@ class Grafana:
         if not major.isdigit():
             raise UserError(f"{self._url}/api/health names no version; is it Grafana's address, with its path?")
         if int(major) < OLDEST_GRAFANA:
-            raise UserError(f"Grafana at {self._url} is version {version}; the dashboards need {OLDEST_GRAFANA} or newer: upgrade it, or push elsewhere")
+            raise UserError(
+                f"Grafana at {self._url} is version {version}; the dashboards need {OLDEST_GRAFANA} or newer: upgrade "
+                "it, or push elsewhere"
+            )
         return version
 
 
@@ -151,15 +170,20 @@ def _fields(answer: object) -> Body:
 
 
 def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> Iterator[Change]:
-    """Bring folder, data source and all dashboards to what they should be, in this order; each change is told when it is made.
+    """Bring folder, data source and all dashboards to what they should be, in this order; each change is told when it
+    is made.
 
     Raises:
-        UserError: an address, the server, the token or the files are not what they should be; what was done before stays.
+        UserError: an address, the server, the token or the files are not what they should be; what was done before
+            stays.
     """
     _address(prometheus_url, "--prometheus", "Prometheus' address as Grafana reaches it, such as http://127.0.0.1:9090")
     files = sorted(source.glob("concord-*.json"))
     if not files:
-        raise UserError(f"there are no dashboards in {source}; push from a checkout of Concord, or write them with deploy/grafana/generate.py")
+        raise UserError(
+            f"there are no dashboards in {source}; push from a checkout of Concord, or write them with "
+            "deploy/grafana/generate.py"
+        )
     grafana.version()
     try:
         yield _folder(grafana)
@@ -208,7 +232,12 @@ def _dashboard(grafana: Grafana, wanted: Body) -> Change:
             return Change(Became.UNCHANGED, what)
         # Without `overwrite` the server refuses what was not made from its newest version.
         known = {} if there is None else {"id": there["dashboard"]["id"], "version": there["dashboard"]["version"]}
-        document = {"dashboard": {**wanted, **known}, "folderUid": FOLDER_UID, "overwrite": False, "message": "concord dashboards push"}
+        document = {
+            "dashboard": {**wanted, **known},
+            "folderUid": FOLDER_UID,
+            "overwrite": False,
+            "message": "concord dashboards push",
+        }
         try:
             grafana.ask(lambda document=document: boards.update_dashboard(document))
             return Change(Became.CREATED if there is None else Became.UPDATED, what)
@@ -216,8 +245,14 @@ def _dashboard(grafana: Grafana, wanted: Body) -> Change:
             if error.status != 412:
                 raise
             if error.kind == "name-exists":
-                raise UserError(f"another dashboard in folder {FOLDER_TITLE} is called {wanted['title']!r}; rename or move it, and push again") from error
-    raise UserError(f"{what} was changed by somebody else {CONFLICTS} times while it was pushed (status 412); push again when they are done")
+                raise UserError(
+                    f"another dashboard in folder {FOLDER_TITLE} is called {wanted['title']!r}; rename or move it, and "
+                    "push again"
+                ) from error
+    raise UserError(
+        f"{what} was changed by somebody else {CONFLICTS} times while it was pushed (status 412); push again when they "
+        "are done"
+    )
 
 
 def _same(there: Body, wanted: Body) -> bool:

@@ -15,7 +15,8 @@ INTERVAL_S = 5.0
 
 
 def examine(path: Path, *, json_lines: bool, watch: bool, wait: Callable[[float], None] = time.sleep) -> None:
-    """Print the diagnosis of a run; with `watch` again whenever it rests on more steps, finds other things, or the run has ended in order, which ends it.
+    """Print the diagnosis of a run; with `watch` again whenever it rests on more steps, finds other things, or the run
+    has ended in order, which ends it.
 
     Raises:
         UserError: it is no run, or one that this version cannot read.

@@ -1,4 +1,5 @@
-"""`concord explain`: one trajectory with its tokens, versions, log-probs, reward and outcome; or the story of its dispatch."""
+"""`concord explain`: one trajectory with its tokens, versions, log-probs, reward and outcome; or the story of its
+dispatch."""
 
 import json
 import time
@@ -34,7 +35,10 @@ def explain_trajectory(path: Path, wanted: str) -> None:
         dispatch_id = reader.dispatch_of_trajectory(wanted) or wanted
         record = reader.dispatch_record(dispatch_id)
         if record is None:
-            raise UserError(f"run {run.path} has no trajectory or dispatch {wanted!r}; ids are in events.jsonl and look like d00000012-3 (dispatch d00000012)")
+            raise UserError(
+                f"run {run.path} has no trajectory or dispatch {wanted!r}; ids are in events.jsonl and look like "
+                "d00000012-3 (dispatch d00000012)"
+            )
         console = Console()
         _show_dispatch(console, record, reader)
         group = reader.read_group(dispatch_id)
@@ -50,13 +54,16 @@ def explain_trajectory(path: Path, wanted: str) -> None:
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 found = None if evidence is None else evidence.trajectories[index]
                 named = searched.get(trajectory.trajectory_id, ())
-                _show_trajectory(console, group, index, tokenizer, trained, found, named, tokens=wanted == trajectory.trajectory_id)
+                _show_trajectory(
+                    console, group, index, tokenizer, trained, found, named, tokens=wanted == trajectory.trajectory_id
+                )
     finally:
         reader.close()
 
 
 def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:
-    """Published weights are whole model directories; a scripted run publishes none, and its model is where the config says."""
+    """Published weights are whole model directories; a scripted run publishes none, and its model is where the config
+    says."""
     published = sorted(path.parent for path in run.weights.glob("e*-v*/tokenizer.json"))
     return published[0] if published else prepare_model(config.model)
 
@@ -65,8 +72,8 @@ def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader
     dispatch, prompt = record.dispatch, record.dispatch.prompt
     asked = prompt.text if prompt.text is not None else " | ".join(f"{m.role}: {m.content}" for m in prompt.messages)
     console.print(
-        f"dispatch {dispatch.dispatch_id}  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt {dispatch.attempt}), dispatched while "
-        f"{dispatch.policy.key} was committed, to replica {dispatch.replica}",
+        f"dispatch {dispatch.dispatch_id}  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt "
+        f"{dispatch.attempt}), dispatched while {dispatch.policy.key} was committed, to replica {dispatch.replica}",
         markup=False,
         highlight=False,
     )
@@ -75,7 +82,10 @@ def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader
     for event in reader.events(dispatch.dispatch_id):
         rest = {k: v for k, v in event.items() if k not in ("number", "at_s", "kind", "dispatch_id")}
         console.print(
-            f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} {json.dumps(rest)}", markup=False, highlight=False
+            f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} "
+            f"{json.dumps(rest)}",
+            markup=False,
+            highlight=False,
         )
     for annotation in reader.annotations(dispatch.dispatch_id):
         console.print(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes", markup=False, highlight=False)
@@ -103,12 +113,15 @@ def _show_trajectory(
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
     spans = ", ".join(f"{s.policy.key} [{s.start}, {s.end})" for s in trajectory.version_spans)
     console.print(
-        f"trajectory {trajectory.trajectory_id}  reward {reward.total:g}{parts}; {trajectory.num_sampled} of {trajectory.token_ids.size} tokens "
-        f"sampled in {trajectory.turns} turn(s), finished by {trajectory.finish_reason}; versions {spans}",
+        f"trajectory {trajectory.trajectory_id}  reward {reward.total:g}{parts}; {trajectory.num_sampled} of "
+        f"{trajectory.token_ids.size} tokens sampled in {trajectory.turns} turn(s), finished by "
+        f"{trajectory.finish_reason}; versions {spans}",
         markup=False,
         highlight=False,
     )
-    console.print(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False)
+    console.print(
+        f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False
+    )
     if evidence is not None:
         show_evidence(console, evidence)
     for line in searches:
@@ -116,16 +129,18 @@ def _show_trajectory(
     if not tokens:
         return
     console.print(
-        f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV {tag.kv_dtype} "
-        f"({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, "
-        f"temperature {tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
+        f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV "
+        f"{tag.kv_dtype} ({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, temperature "
+        f"{tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
         markup=False,
         highlight=False,
     )
     console.print(_token_table(trajectory, tokenizer, trained, evidence))
 
 
-def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None, evidence: TrajectoryEvidence | None) -> Table:
+def _token_table(
+    trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None, evidence: TrajectoryEvidence | None
+) -> Table:
     table = Table()
     recomputed = () if evidence is None else ("recomputed", "d_engine")
     for header in ("position", "id", "token", "version", "log-prob (nats)", *recomputed, "staleness when trained"):
@@ -139,7 +154,15 @@ def _token_table(trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVe
         version = int(versions[position])
         age = "" if trained is None else str(trained.version - 1 - version)
         logged = float(trajectory.rollout_logprobs[position])
-        table.add_row(str(position), str(token), text, str(version), f"{logged:.6f}", *_recomputed(evidence, position, logged), age)
+        table.add_row(
+            str(position),
+            str(token),
+            text,
+            str(version),
+            f"{logged:.6f}",
+            *_recomputed(evidence, position, logged),
+            age,
+        )
     return table
 
 

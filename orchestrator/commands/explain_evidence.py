@@ -21,7 +21,10 @@ def show_evidence(console: Console, evidence: TrajectoryEvidence) -> None:
         console.print(text, markup=False, highlight=False)
 
     scored, reasons = int(evidence.scored.sum()), ", ".join(evidence.reasons)
-    say(f"  consistency: verdict {evidence.verdict}{f' ({reasons})' if reasons else ''}; {scored} tokens scored at the version that sampled them")
+    say(
+        f"  consistency: verdict {evidence.verdict}{f' ({reasons})' if reasons else ''}; {scored} tokens scored at the "
+        "version that sampled them"
+    )
     for finding in evidence.findings:
         say(f"    {finding.severity} {finding.check} {finding.code}: {finding.detail}")
     if evidence.attribution is not None:
@@ -33,4 +36,7 @@ def show_evidence(console: Console, evidence: TrajectoryEvidence) -> None:
 def attribution_text(attribution: Attribution) -> str:
     """One line: the gap, its parts in nats, and the residual."""
     parts = ", ".join(f"{cause} {nats:.3g}" for cause, nats in attribution.parts) or "nothing"
-    return f"gap of its replica {attribution.gap:.3g} nats a token, explained by {parts}; residual {attribution.residual:.3g}"
+    return (
+        f"gap of its replica {attribution.gap:.3g} nats a token, explained by {parts}; residual "
+        f"{attribution.residual:.3g}"
+    )

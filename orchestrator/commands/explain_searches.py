@@ -18,7 +18,8 @@ ACTED = {
 
 
 def culprit_lines(run: RunDir) -> tuple[Mapping[str, Sequence[str]], Sequence[str]]:
-    """Trajectory -> one line for each time that a search named one of its tokens, in the order of the steps; and which files are left out, and why."""
+    """Trajectory -> one line for each time that a search named one of its tokens, in the order of the steps; and which
+    files are left out, and why."""
     lines: dict[str, list[str]] = {}
     left_out: list[str] = []
     for file in search_files(run.gradloc):
@@ -44,6 +45,7 @@ def _line(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any]) ->
     norms = f"{number_text(culprit['norm'])} of the step's {number_text(search['grad_norm'])}"
     threshold = number_text(search["threshold"], MISSING_THRESHOLD)
     return (
-        f"gradient search of step {policy} ({search['trigger']}): {search['outcome']}; {what}: token {culprit['token_text']!r} at position "
-        f"{culprit['position']}, type {culprit['type']}, norm {norms} (threshold {threshold}); action {search['action']}: {ACTED[search['acted']]}"
+        f"gradient search of step {policy} ({search['trigger']}): {search['outcome']}; {what}: token "
+        f"{culprit['token_text']!r} at position {culprit['position']}, type {culprit['type']}, norm {norms} (threshold "
+        f"{threshold}); action {search['action']}: {ACTED[search['acted']]}"
     )

@@ -1,4 +1,5 @@
-"""`concord gradloc`: the gradient searches of a run, and one of them with its culprits in their text, their ratios, and a bar for each block."""
+"""`concord gradloc`: the gradient searches of a run, and one of them with its culprits in their text, their ratios, and
+a bar for each block."""
 
 import json
 from pathlib import Path
@@ -48,16 +49,6 @@ def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> Non
             _show(console, chosen[0]["policy"], search)
 
 
-
-
-
-
-
-
-
-
-
-
 def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
     """By key, or by number: the newest epoch's then."""
     matching = [each for each in found if step in (each["policy"], str(each["step"]))]
@@ -76,7 +67,10 @@ def _list(found: list[dict[str, Any]]) -> Table:
     table.add_column("culprits", overflow="fold")
     for each in found:
         for search in each["searches"]:
-            culprits = "\n".join(f"{c['token_text']!r} at {c['position']} of {c['trajectory_id']} ({c['type']})" for c in search["culprits"])
+            culprits = "\n".join(
+                f"{c['token_text']!r} at {c['position']} of {c['trajectory_id']} ({c['type']})"
+                for c in search["culprits"]
+            )
             numbers = (number_text(search["grad_norm"]), number_text(search["threshold"], MISSING_THRESHOLD))
             table.add_row(each["policy"], search["outcome"], search["acted"], *numbers, Text(culprits))
     return table
@@ -87,21 +81,34 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
         console.print(text, markup=False, highlight=False)
 
     if search["outcome"] == "not_searched":
-        norms = f"gradient norm {number_text(search['grad_norm'])}, threshold {number_text(search['threshold'], MISSING_THRESHOLD)}"
+        norms = (
+            f"gradient norm {number_text(search['grad_norm'])}, threshold "
+            f"{number_text(search['threshold'], MISSING_THRESHOLD)}"
+        )
         say(f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
-        say("  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or mend what makes every step spike")
+        say(
+            "  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or "
+            "mend what makes every step spike"
+        )
         return
-    say(f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, {search['acted']}")
+    say(
+        f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, "
+        f"{search['acted']}"
+    )
     threshold, tau = (number_text(search[name], MISSING_THRESHOLD) for name in ("threshold", "tau"))
     say(
-        f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits explain "
-        f"{number_text(search['explained'], 'a share not measured')} of the squared norm; "
-        f"{_counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, {search['seconds']:.3g} s"
+        f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits "
+        f"explain {number_text(search['explained'], 'a share not measured')} of the squared norm; "
+        f"{_counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, "
+        f"{search['seconds']:.3g} s"
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
         terms = _counted(search["removed_terms"], "term", "terms")
-        say(f"  {terms} left the loss; norm of the step that was applied instead {number_text(search['grad_norm_after'])}{above}")
+        say(
+            f"  {terms} left the loss; norm of the step that was applied instead "
+            f"{number_text(search['grad_norm_after'])}{above}"
+        )
     if search["saved"]:
         say(f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] == "inconclusive" and search["trigger"] != "suspects":
@@ -114,15 +121,27 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
 
 def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
     console.print()
-    where = f"{culprit['trajectory_id']} position {culprit['position']}, sampled under {culprit['policy']} by replica {culprit['replica']}"
-    console.print(f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}", markup=False, highlight=False)
+    where = (
+        f"{culprit['trajectory_id']} position {culprit['position']}, sampled under {culprit['policy']} by replica "
+        f"{culprit['replica']}"
+    )
+    console.print(
+        f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}", markup=False, highlight=False
+    )
     token = f">>{culprit['token_text']}<<"
-    console.print(Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]), highlight=False)
+    console.print(
+        Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]),
+        highlight=False,
+    )
     table = Table()
     for header in ("of the token", "", "what it is"):
         table.add_column(header, justify="left" if header else "right")
     for name, meaning in MEANINGS.items():
-        table.add_row(name, "not scored" if name.startswith("d_") and culprit[name] is None else number_text(culprit[name]), meaning)
+        table.add_row(
+            name,
+            "not scored" if name.startswith("d_") and culprit[name] is None else number_text(culprit[name]),
+            meaning,
+        )
     console.print(table)
     console.print(_blocks(culprit))
 

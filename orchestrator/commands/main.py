@@ -1,4 +1,5 @@
-"""The command `concord`. Heavy libraries are imported by the commands that need them, so that `--help` answers at once."""
+"""The command `concord`. Heavy libraries are imported by the commands that need them, so that `--help` answers at
+once."""
 
 import importlib.util
 import sys
@@ -11,13 +12,21 @@ from orchestrator.audit.options import AuditOptions
 from orchestrator.commands.audit import audit, command_of
 from orchestrator.commands.dashboards import app as dashboards
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Asynchronous reinforcement learning for language models.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning for language models.",
+)
 
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the config; may be repeated.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the config; may be repeated.")
+]
 
 
 def main() -> None:
-    """Entry point of the console script. Exit status 2 and one message for what the user can mend, 1 for what ended a run, 130 for a stop by signal."""
+    """Entry point of the console script. Exit status 2 and one message for what the user can mend, 1 for what ended a
+    run, 130 for a stop by signal."""
     if intrusion := _intrusion():
         _fail(f"error: {intrusion}", 2)
     from orchestrator.launch.stop_signals import Stopped
@@ -34,7 +43,8 @@ def main() -> None:
 
 
 def _intrusion() -> str:
-    """What the preflight of this very checkout has to complain of; it is read from its file, since the intruder may be another `actors`."""
+    """What the preflight of this very checkout has to complain of; it is read from its file, since the intruder may be
+    another `actors`."""
     file = Path(__file__).resolve().parents[2] / "actors" / "preflight.py"
     spec = importlib.util.spec_from_file_location("concord_preflight", file)
     if spec is None or spec.loader is None:
@@ -54,7 +64,9 @@ def run(
     config: Annotated[Path, typer.Argument(help="TOML file, such as examples/quickstart.toml.")],
     set_: SetOption = None,
     name: Annotated[str | None, typer.Option(help="Name of the run's folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the resource plan; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the resource plan; start nothing.")
+    ] = False,
 ) -> None:
     """Start a run."""
     from orchestrator.config import load_config
@@ -72,7 +84,9 @@ def run(
 
 
 @app.command()
-def resume(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")], set_: SetOption = None) -> None:
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")], set_: SetOption = None
+) -> None:
     """Continue a run from its last checkpoint."""
     from orchestrator.commands.run import run_again
 
@@ -105,10 +119,13 @@ def explain(
 @app.command()
 def gradloc(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    step: Annotated[str | None, typer.Argument(help="A searched step, such as 12 or e1-v12; without it, all searches.")] = None,
+    step: Annotated[
+        str | None, typer.Argument(help="A searched step, such as 12 or e1-v12; without it, all searches.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
 ) -> None:
-    """Show gradient searches: which token made a step's gradient explode, in its text, with its ratios and its share of each block."""
+    """Show gradient searches: which token made a step's gradient explode, in its text, with its ratios and its share of
+    each block."""
     from orchestrator.commands.gradloc import show_searches
 
     show_searches(run_dir, step, as_json=as_json)
@@ -118,7 +135,12 @@ def gradloc(
 def doctor(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, finished or not.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line a diagnosis instead of tables.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds until the run has ended in order; print what changed.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Look again every few seconds until the run has ended in order; print what changed."
+        ),
+    ] = False,
 ) -> None:
     """Say what is wrong with a run, in causal order, with evidence, what to do and what not to do."""
     from orchestrator.commands.doctor import examine
@@ -127,7 +149,9 @@ def doctor(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, also while it runs.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, also while it runs.")],
+) -> None:
     """Write RUN/report.html, one file that loads nothing from outside."""
     from orchestrator.report.make import make_report
 
@@ -140,7 +164,9 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder o
 @app.command()
 def replay(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    step: Annotated[str, typer.Argument(help="Folder in saved_steps, such as 12: the version that the step was to produce.")],
+    step: Annotated[
+        str, typer.Argument(help="Folder in saved_steps, such as 12: the version that the step was to produce.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
     """Run the batch of a saved step again: does it reproduce, in which block, by which token?"""
@@ -150,7 +176,9 @@ def replay(
 
 
 app.add_typer(dashboards, name="dashboards")
-app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(command_of(AuditOptions, audit))
+app.command(name="audit", help="Check a dump of log-probs from any framework against the model that sampled it.")(
+    command_of(AuditOptions, audit)
+)
 
 
 @app.command()

@@ -38,7 +38,11 @@ def replay_step(path: Path, name: str, *, as_json: bool) -> None:
 
     settings = LossSettings(correction=config.consistency.correction, faults=config.faults)
     reference = prepare_model(config.model) if config.trainer.algorithm.kl_coef > 0 else weights
-    report = replay(ReplaySource(saved=saved, weights_dir=weights, reference_dir=reference, config=config.trainer, settings=settings))
+    report = replay(
+        ReplaySource(
+            saved=saved, weights_dir=weights, reference_dir=reference, config=config.trainer, settings=settings
+        )
+    )
     document = replay_document(name, saved, report, weights) | {"notes": notes(config.trainer, saved, report)}
     if as_json:
         typer.echo(json.dumps(document, allow_nan=False))
@@ -58,8 +62,8 @@ def check_weights(directory: Path, saved: SavedStep) -> None:
     found = manifest_digest(digest_directory(directory))
     if found != saved.weights_digest:
         raise UserError(
-            f"got weights with digest {found[:12]}… in {directory}, expected {saved.weights_digest[:12]}…, which the saved step started from: "
-            f"they were changed since; {cure}"
+            f"got weights with digest {found[:12]}… in {directory}, expected {saved.weights_digest[:12]}…, which the "
+            f"saved step started from: they were changed since; {cure}"
         )
 
 
@@ -91,7 +95,9 @@ def notes(config: TrainerConfig, saved: SavedStep, report: ReplayReport) -> list
     if planted:
         said.append(f"the step had planted faults, which are planted again: {', '.join(planted)}")
     if saved.applied:
-        said.append("the step was applied; what a search then took out of its loss is in this batch, and in the norms above")
+        said.append(
+            "the step was applied; what a search then took out of its loss is in this batch, and in the norms above"
+        )
     if config.num_gpus > 0 and report.device == "cpu":
         said.append("the run trained on GPUs and this process sees none: kernels are others than the run's")
     return said
@@ -103,11 +109,13 @@ def words(report: ReplayReport) -> list[str]:
     parts = [f"{again}: {MEANINGS[report.verdict]}"]
     first = report.runs[0]
     if first.forward is not None:
-        parts.append(f"forward, the first that is not finite is {first.forward.block} (micro-batch {first.forward.micro_batch})")
+        parts.append(
+            f"forward, the first that is not finite is {first.forward.block} (micro-batch {first.forward.micro_batch})"
+        )
     if first.backward is not None:
         parts.append(
-            f"backward, the first gradient that is not finite comes out of {first.backward.block} and reaches {first.backward.reached} "
-            f"(micro-batch {first.backward.micro_batch})"
+            f"backward, the first gradient that is not finite comes out of {first.backward.block} and reaches "
+            f"{first.backward.reached} (micro-batch {first.backward.micro_batch})"
         )
     if report.culprits:
         places = ", ".join(f"{culprit.trajectory_id} position {culprit.position}" for culprit in report.culprits)
@@ -138,7 +146,11 @@ def _run(run: ReplayRun) -> dict[str, object]:
 
 def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
     ids = np.array([culprit.token_id], dtype=np.int32)
-    return {**asdict(culprit), "norm": _number(culprit.norm), "text": load_tokenizer(weights).decode(ids, skip_special_tokens=False)}
+    return {
+        **asdict(culprit),
+        "norm": _number(culprit.norm),
+        "text": load_tokenizer(weights).decode(ids, skip_special_tokens=False),
+    }
 
 
 def _show(document: Mapping[str, object], report: ReplayReport) -> None:
@@ -147,18 +159,25 @@ def _show(document: Mapping[str, object], report: ReplayReport) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
-    say(f"step {document['step']}, from {document['weights']} to {document['policy']}, was kept for: {document['kept_for']}")
+    say(
+        f"step {document['step']}, from {document['weights']} to {document['policy']}, was kept for: "
+        f"{document['kept_for']}"
+    )
     table = Table(title=f"the fixed batch, on {report.device}")
     for header in ("run", "dtype", "deterministic", "loss", "gradient norm", "first not finite, forward", "backward"):
         table.add_column(header)
     for run in report.runs:
         places = [f"{place.block} ({place.micro_batch})" if place else "" for place in (run.forward, run.backward)]
-        table.add_row(run.name, run.dtype, "yes" if run.deterministic else "", f"{run.loss:.6g}", f"{run.grad_norm:.6g}", *places)
+        table.add_row(
+            run.name, run.dtype, "yes" if run.deterministic else "", f"{run.loss:.6g}", f"{run.grad_norm:.6g}", *places
+        )
     console.print(table)
     say(f"verdict {document['verdict']}")
     for line in words(report):
         say(f"  {line}")
     for token in cast("list[dict[str, object]]", document["tokens"]):
-        say(f"  token {token['token_id']} {token['text']!r} at position {token['position']} of {token['trajectory_id']}")
+        say(
+            f"  token {token['token_id']} {token['text']!r} at position {token['position']} of {token['trajectory_id']}"
+        )
     for note in cast("list[str]", document["notes"]):
         say(f"  note: {note}")

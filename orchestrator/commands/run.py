@@ -67,7 +67,9 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     _report(run, reporter)
-    run.prometheus_targets.unlink(missing_ok=True)  # an end in order is no endpoint that does not answer, and its port may soon be another's
+    run.prometheus_targets.unlink(
+        missing_ok=True
+    )  # an end in order is no endpoint that does not answer, and its port may soon be another's
     show_summary(run, summary)
     if summary["version"] != config.run.steps:
         reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")
@@ -95,7 +97,8 @@ def make_tiny(out: Path, moe: bool, seed: int) -> None:
 
 
 def prepare_model(config: ModelConfig) -> Path:
-    """The directory of the model; a tiny one comes from its cache or is built, in a process of its own, which keeps torch out of this one."""
+    """The directory of the model; a tiny one comes from its cache or is built, in a process of its own, which keeps
+    torch out of this one."""
     if isinstance(config, LocalModelConfig):
         return config.path.absolute()
     from trainer.tiny.tiny import build_tiny, cached_tiny, default_cache_dir
@@ -105,7 +108,8 @@ def prepare_model(config: ModelConfig) -> Path:
         return found
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            # The child keeps this mask: on Ctrl-C, which a terminal sends to both, only this process speaks, and ends the other.
+            # The child keeps this mask: on Ctrl-C, which a terminal sends to both, only this process speaks, and ends
+            # the other.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             built = pool.submit(build_tiny, config, default_cache_dir(), _say)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -149,7 +149,9 @@ class Accounts:
         for header in batch:
             passed = sum(t.reward >= 1.0 for t in header.trajectories)
             self.distributions.observe("concord_group_pass_rate", passed / len(header.trajectories))
-            self.distributions.observe_all("concord_response_length_tokens", (t.num_sampled for t in header.trajectories))
+            self.distributions.observe_all(
+                "concord_response_length_tokens", (t.num_sampled for t in header.trajectories)
+            )
         for age, tokens in facts.tokens_by_age:
             self.distributions.observe("concord_token_staleness_steps", age, times=tokens)
 
@@ -164,7 +166,8 @@ def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[Trajector
 
 
 def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
-    """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out do not count."""
+    """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out
+    do not count."""
     trained, everyone = _trained(batch, report), [t for header in batch for t in header.trajectories]
     rewards = np.array([t.reward for t in everyone])
     groups = [[t.reward for t in header.trajectories] for header in batch]
@@ -196,7 +199,8 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
 
 
 def reward_length_correlation(batch: Sequence[GroupHeader]) -> float:
-    """Pearson's, of reward and sampled tokens, both less their group's mean: neither the prompt nor its difficulty enters; 0 without a spread."""
+    """Pearson's, of reward and sampled tokens, both less their group's mean: neither the prompt nor its difficulty
+    enters; 0 without a spread."""
     rewards = [np.array([t.reward for t in header.trajectories]) for header in batch]
     lengths = [np.array([float(t.num_sampled) for t in header.trajectories]) for header in batch]
     reward = np.concatenate([each - each.mean() for each in rewards])

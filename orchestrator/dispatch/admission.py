@@ -1,8 +1,9 @@
 """How many groups may start, and starting them: the staleness window at its entrance.
 
 Bound: with at most (eta + 1) x batch unfinished groups, and a trained group counted until the ledger commits its step's
-version, at most (v + eta + 1) x batch groups were ever dispatched while the ledger stood at v or below. Consumed oldest first,
-the group dispatched at v is trained at step v + eta + 1 at the latest, by a trainer at version v + eta: staleness eta.
+version, at most (v + eta + 1) x batch groups were ever dispatched while the ledger stood at v or below. Consumed oldest
+first, the group dispatched at v is trained at step v + eta + 1 at the latest, by a trainer at version v + eta:
+staleness eta.
 """
 
 import time
@@ -23,7 +24,15 @@ class Admission:
     """The loop that turns capacity into durable, running dispatches."""
 
     def __init__(
-        self, *, book: Book, window: Window, source: PromptSource, publisher: Publisher, replicas: Replicas, group_size: int, submit_deadline_s: float
+        self,
+        *,
+        book: Book,
+        window: Window,
+        source: PromptSource,
+        publisher: Publisher,
+        replicas: Replicas,
+        group_size: int,
+        submit_deadline_s: float,
     ) -> None:
         self._book = book
         self._window = window
@@ -33,7 +42,8 @@ class Admission:
         self._group_size = group_size
         self._deadline_s = submit_deadline_s
         self.workers: dict[int, WorkerPort] = {}
-        """Live episode workers by index. Collection puts them in; it takes them out when it hears that one died, as admission does when it hears first."""
+        """Live episode workers by index. Collection puts them in; it takes them out when it hears that one died, as
+        admission does when it hears first."""
 
     def capacity(self) -> int:
         """Groups that may start now."""
@@ -65,7 +75,15 @@ class Admission:
         slots = spread(admitted, serving)
         policy, now = self._publisher.committed.policy, time.time()
         dispatches = [
-            Dispatch(dispatch_id=book.next_id(), prompt=a.prompt, group_size=self._group_size, attempt=a.attempt, policy=policy, replica=slot, created_at_s=now)
+            Dispatch(
+                dispatch_id=book.next_id(),
+                prompt=a.prompt,
+                group_size=self._group_size,
+                attempt=a.attempt,
+                policy=policy,
+                replica=slot,
+                created_at_s=now,
+            )
             for a, slot in zip(admitted, slots, strict=True)
         ]
         indices = list(workers)
@@ -79,9 +97,16 @@ class Admission:
         try:
             await within(worker.submit(share), self._deadline_s, "an episode worker to take dispatches")
         except ProcessLostError as error:
-            if self.workers.get(index) is worker:  # or the next round would hand the same prompts to the same dead worker, and so for ever
+            if (
+                self.workers.get(index) is worker
+            ):  # or the next round would hand the same prompts to the same dead worker, and so for ever
                 del self.workers[index]
-            await self._book.end([Ending(dispatch_id=d.dispatch_id, reason=FailReason.WORKER, detail=str(error), readmit=True) for d in share])
+            await self._book.end(
+                [
+                    Ending(dispatch_id=d.dispatch_id, reason=FailReason.WORKER, detail=str(error), readmit=True)
+                    for d in share
+                ]
+            )
 
 
 def spread(items: Sequence[object], serving: Sequence[Replica]) -> list[int]:

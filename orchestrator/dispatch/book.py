@@ -1,4 +1,5 @@
-"""The driver's book of dispatches: what runs, what is ready, what comes again. A mirror of the store, which stays the authority.
+"""The driver's book of dispatches: what runs, what is ready, what comes again. A mirror of the store, which stays the
+authority.
 
 All loops share one book on one event loop; every change of it that other loops may wait for rings their bells.
 """
@@ -21,7 +22,16 @@ from rollout.types.trajectory import GroupHeader
 class Book:
     """Dispatches between their durable record and their end."""
 
-    def __init__(self, *, store: Store, store_deadline_s: float, replicas: Replicas, recovery: Recovery, accounts: Accounts, progress: Progress) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        store_deadline_s: float,
+        replicas: Replicas,
+        recovery: Recovery,
+        accounts: Accounts,
+        progress: Progress,
+    ) -> None:
         self.store = store
         self.epoch = recovery.trainer_epoch
         self.cursor: PromptCursor = recovery.cursor
@@ -72,7 +82,9 @@ class Book:
             replica.assigned += 1
             self._incarnations[dispatch.dispatch_id] = replica.incarnation
             self._workers[dispatch.dispatch_id] = worker
-        self.counts = await within(self.store.dispatch(self.epoch, dispatches, cursor), self._deadline_s, "the store to record dispatches")
+        self.counts = await within(
+            self.store.dispatch(self.epoch, dispatches, cursor), self._deadline_s, "the store to record dispatches"
+        )
         self.cursor = cursor
         self.pool.start(dispatches)
         self.accounts.start(dispatches)
@@ -97,7 +109,8 @@ class Book:
         return [d for d in self.pool.running.values() if self._workers.get(d.dispatch_id) == index]
 
     async def end(self, endings: Sequence[Ending]) -> None:
-        """End dispatches without training; capacity comes back, and prompts where the ending says so. Ids that are unknown here have ended before."""
+        """End dispatches without training; capacity comes back, and prompts where the ending says so. Ids that are
+        unknown here have ended before."""
         live = [e for e in endings if e.dispatch_id in self.pool.running or e.dispatch_id in self.pool.ready]
         if not live:
             return

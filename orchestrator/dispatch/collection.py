@@ -1,6 +1,7 @@
 """Bringing finished work home: one loop per episode worker.
 
-Consumes what a worker has finished; produces ready headers, or ends dispatches; a worker that dies is replaced and its dispatches fail.
+Consumes what a worker has finished; produces ready headers, or ends dispatches; a worker that dies is replaced and its
+dispatches fail.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,9 @@ from rollout.types.trajectory import GroupHeader
 class Collection:
     """The collection loops of all episode workers."""
 
-    def __init__(self, *, fleet: Fleet, replicas: Replicas, book: Book, admission: Admission, max_attempts: int) -> None:
+    def __init__(
+        self, *, fleet: Fleet, replicas: Replicas, book: Book, admission: Admission, max_attempts: int
+    ) -> None:
         self._fleet = fleet
         self._replicas = replicas
         self._book = book
@@ -26,7 +29,8 @@ class Collection:
         self._max_attempts = max_attempts
         self.restarts = 0
         self.check_engines: Callable[[], Awaitable[None]] | None = None
-        """Awaited when an engine failed a group, before its capacity comes back: a dead replica must get no more work until the next health check."""
+        """Awaited when an engine failed a group, before its capacity comes back: a dead replica must get no more work
+        until the next health check."""
 
     async def run(self, index: int) -> None:
         """Collect from worker `index` for ever, replacing it when it dies; ends by cancellation."""
@@ -50,12 +54,19 @@ class Collection:
         await self._book.end([self._lost(dispatch, detail) for dispatch in self._book.of_worker(index)])
 
     def _lost(self, dispatch: Dispatch, detail: str) -> Ending:
-        return Ending(dispatch_id=dispatch.dispatch_id, reason=FailReason.WORKER, detail=detail, readmit=dispatch.attempt < self._max_attempts)
+        return Ending(
+            dispatch_id=dispatch.dispatch_id,
+            reason=FailReason.WORKER,
+            detail=detail,
+            readmit=dispatch.attempt < self._max_attempts,
+        )
 
     async def _take(self, outcomes: Sequence[Outcome]) -> None:
         tainted = self._book.finish(o for o in outcomes if isinstance(o, GroupHeader))
         if tainted:
-            await self._book.reject(tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification")
+            await self._book.reject(
+                tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification"
+            )
         endings = [o for o in outcomes if isinstance(o, Ending)]
         if self.check_engines is not None and any(e.reason is FailReason.ENGINE for e in endings):
             await self.check_engines()

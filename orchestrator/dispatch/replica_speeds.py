@@ -24,7 +24,9 @@ class ReplicaSpeeds:
 
     def columns(self) -> dict[str, float]:
         """`replica_slowness` and `slowest_replica`."""
-        medians = {replica: float(np.median(seconds)) for replica, seconds in self._seconds.items() if len(seconds) >= LEAST}
+        medians = {
+            replica: float(np.median(seconds)) for replica, seconds in self._seconds.items() if len(seconds) >= LEAST
+        }
         if len(medians) < 2 or len(medians) < len(self._seconds):
             return {"replica_slowness": UNMEASURED, "slowest_replica": UNMEASURED}
         slowest = max(medians, key=lambda replica: medians[replica])

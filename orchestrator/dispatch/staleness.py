@@ -93,7 +93,11 @@ class Gate:
         late = self._would_become_stale(pool, batch, trainer_version) if self.policy == "wait" else []
         if late:
             return Selection(
-                stale=stale, waits_for=f"groups {', '.join(late[:4])}, which step {trainer_version + 1} would make older than {self.max_staleness}"
+                stale=stale,
+                waits_for=(
+                    f"groups {', '.join(late[:4])}, which step {trainer_version + 1} would make older than "
+                    f"{self.max_staleness}"
+                ),
             )
         return Selection(batch=batch, stale=stale)
 
@@ -115,7 +119,8 @@ class Gate:
         return sorted((h for h in usable if h.dispatch_id in window), key=lambda h: h.dispatch_id)
 
     def _would_become_stale(self, pool: Pool, batch: tuple[GroupHeader, ...], trainer_version: int) -> list[str]:
-        """Groups outside the batch that step v + 2 could no longer take. A running group is as old as the policy it was dispatched under."""
+        """Groups outside the batch that step v + 2 could no longer take. A running group is as old as the policy it was
+        dispatched under."""
         floor = trainer_version + 1 - self.max_staleness
         chosen = {h.dispatch_id for h in batch}
         ready = [h.dispatch_id for h in pool.ready.values() if h.dispatch_id not in chosen and h.oldest_version < floor]
@@ -136,8 +141,8 @@ def capacity(window: Window, counts: Counts, running: int, uncommitted: int) -> 
 
     Args:
         running: groups in generation or reward.
-        uncommitted: trained groups whose step's version the ledger has not committed: no engine has those weights yet. A checkpoint may
-            have made them terminal; they count all the same.
+        uncommitted: trained groups whose step's version the ledger has not committed: no engine has those weights yet.
+            A checkpoint may have made them terminal; they count all the same.
 
     Source: docs/builder/life_of_a_prompt.md; golden vector V14_areal (whose `accepted` is cumulative).
     """

@@ -18,7 +18,9 @@ class Advice:
     do_not: tuple[str, ...]
 
 
-_NOT_NUMERICS = "Do not reach for a gradient clip, QK-Clip, GradLoc or another learning rate: updates are not what is wrong."
+_NOT_NUMERICS = (
+    "Do not reach for a gradient clip, QK-Clip, GradLoc or another learning rate: updates are not what is wrong."
+)
 
 
 _NOT_POLICY = "Do not read KL, entropy or ratios until engine and trainer agree, and do not tune the policy by them."
@@ -27,7 +29,10 @@ _NOT_POLICY = "Do not read KL, entropy or ratios until engine and trainer agree,
 ADVICE: Mapping[Cause, Advice] = {
     Cause.EVALUATION_CHANGED: Advice(
         do=(
-            "Compare the parts of the two fingerprints (events `evaluation`) and put back what changed, or start a new line from here.",
+            (
+                "Compare the parts of the two fingerprints (events `evaluation`) and put back what changed, or start a "
+                "new line from here."
+            ),
             "Score the version before the change again under the new configuration before you compare.",
         ),
         do_not=("Do not draw scores of both configurations as one line.", _NOT_NUMERICS),
@@ -41,23 +46,48 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=("Do not count passes by prompts while some come twice.", _NOT_NUMERICS),
     ),
     Cause.ENVIRONMENT_FAILURES: Advice(
-        do=("Read `detail` of the `failed` events and mend the environment or the prompt; `concord explain RUN DISPATCH` shows one.",),
-        do_not=("Do not raise episodes.max_attempts to drown the failures: what is left over is a selection.", _NOT_NUMERICS),
+        do=(
+            (
+                "Read `detail` of the `failed` events and mend the environment or the prompt; `concord explain RUN "
+                "DISPATCH` shows one."
+            ),
+        ),
+        do_not=(
+            "Do not raise episodes.max_attempts to drown the failures: what is left over is a selection.",
+            _NOT_NUMERICS,
+        ),
     ),
     Cause.REWARD_FAILURES: Advice(
-        do=("Call the reward function on the prompts named in the `failed` events, and mend it; raise reward_workers.deadline_s if it is only slow.",),
-        do_not=("Do not let the failing prompts drop out: training then selects by what the reward can judge.", _NOT_NUMERICS),
+        do=(
+            (
+                "Call the reward function on the prompts named in the `failed` events, and mend it; raise "
+                "reward_workers.deadline_s if it is only slow."
+            ),
+        ),
+        do_not=(
+            "Do not let the failing prompts drop out: training then selects by what the reward can judge.",
+            _NOT_NUMERICS,
+        ),
     ),
     Cause.REWARD_INVERTED: Advice(
         do=(
-            "Read ten trajectories with high reward and ten with low (`concord explain`) and judge them by hand: look for a flipped sign or comparison.",
-            "Compare with the reward of the first steps, and go back to the last checkpoint before the evaluation fell.",
+            (
+                "Read ten trajectories with high reward and ten with low (`concord explain`) and judge them by hand: "
+                "look for a flipped sign or comparison."
+            ),
+            (
+                "Compare with the reward of the first steps, and go back to the last checkpoint before the evaluation "
+                "fell."
+            ),
         ),
         do_not=(_NOT_NUMERICS, "Do not train on in the hope that the evaluation follows."),
     ),
     Cause.LENGTH_REWARD: Advice(
         do=(
-            "Take what pays for length out of the reward: normalise by length, or cap it; then go back to the checkpoint before length grew.",
+            (
+                "Take what pays for length out of the reward: normalise by length, or cap it; then go back to the "
+                "checkpoint before length grew."
+            ),
             "Watch `length_mean` and the evaluation together, not the reward alone.",
         ),
         do_not=(_NOT_NUMERICS, "Do not raise sampling.max_new_tokens to give the growth more room."),
@@ -71,7 +101,12 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=(_NOT_NUMERICS, "Do not take the high training reward for progress."),
     ),
     Cause.HARD_PROMPTS: Advice(
-        do=("Check that the reward can be won at all (one known right answer through it), then start with easier prompts or a better start model.",),
+        do=(
+            (
+                "Check that the reward can be won at all (one known right answer through it), then start with easier "
+                "prompts or a better start model."
+            ),
+        ),
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: without a right answer there is no gradient."),
     ),
     Cause.WRONG_DIFFICULTY: Advice(
@@ -79,16 +114,32 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
     ),
     Cause.FLAT_REWARD: Advice(
-        do=("Judge two different answers to one prompt by hand with the reward function: does it see the difference, or is it rounded or capped away?",),
+        do=(
+            (
+                "Judge two different answers to one prompt by hand with the reward function: does it see the "
+                "difference, or is it rounded or capped away?"
+            ),
+        ),
         do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
     ),
     Cause.GROUPS_ALIKE: Advice(
-        do=("Look at `group_pass_rate`: leave out prompts that are always solved and those that never are, or draw larger groups.",),
-        do_not=(_NOT_NUMERICS, "Do not take the mean reward for the difficulty: half solved and half lost has the mean of a good batch."),
+        do=(
+            (
+                "Look at `group_pass_rate`: leave out prompts that are always solved and those that never are, or draw "
+                "larger groups."
+            ),
+        ),
+        do_not=(
+            _NOT_NUMERICS,
+            "Do not take the mean reward for the difficulty: half solved and half lost has the mean of a good batch.",
+        ),
     ),
     Cause.REWARD_DETACHED: Advice(
         do=(
-            "Read trajectories with high reward (`concord explain`): what does the policy do that the reward pays for and the evaluation does not?",
+            (
+                "Read trajectories with high reward (`concord explain`): what does the policy do that the reward pays "
+                "for and the evaluation does not?"
+            ),
             "Mend the reward, then go back to the last checkpoint at which both rose.",
         ),
         do_not=(_NOT_NUMERICS, "Do not choose a checkpoint by training reward."),
@@ -99,20 +150,34 @@ ADVICE: Mapping[Cause, Advice] = {
     ),
     Cause.POLICY_COLLAPSE: Advice(
         do=(
-            "Look at clip_fraction_* and learning_rate: lower trainer.optimizer.learning_rate, or set trainer.algorithm.kl_coef.",
+            (
+                "Look at clip_fraction_* and learning_rate: lower trainer.optimizer.learning_rate, or set "
+                "trainer.algorithm.kl_coef."
+            ),
             "Go on from the last checkpoint before the entropy fell.",
         ),
-        do_not=("Do not hide it with an entropy bonus alone.", "Do not conclude anything from KL while a finding of layer 4 marks it untrusted."),
+        do_not=(
+            "Do not hide it with an entropy bonus alone.",
+            "Do not conclude anything from KL while a finding of layer 4 marks it untrusted.",
+        ),
     ),
     Cause.NON_FINITE: Advice(
         do=(
-            "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the batch, the number format or the state?",
+            (
+                "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the "
+                "batch, the number format or the state?"
+            ),
             "Then go on from the last checkpoint before it.",
         ),
         do_not=("Do not change the learning rate before you know which token or block came first.",),
     ),
     Cause.GRADIENT_SPIKE: Advice(
-        do=("Find the token behind it (GradLoc), and look at the trajectory; a clip by block keeps such a step from doing harm.",),
+        do=(
+            (
+                "Find the token behind it (GradLoc), and look at the trajectory; a clip by block keeps such a step from"
+                " doing harm."
+            ),
+        ),
         do_not=("Do not lower the learning rate for one token.",),
     ),
     Cause.ATTENTION_LOGITS: Advice(
@@ -120,7 +185,12 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=("Do not answer with a tighter global clip: it shrinks every block for the sake of one head.",),
     ),
     Cause.BLOCK_IMBALANCE: Advice(
-        do=("Look at the block's rows in block_metrics (activations, attention logits, update ratio); a clip by block bounds it.",),
+        do=(
+            (
+                "Look at the block's rows in block_metrics (activations, attention logits, update ratio); a clip by "
+                "block bounds it."
+            ),
+        ),
         do_not=("Do not tighten the global clip, which shrinks the healthy blocks as well.",),
     ),
     Cause.GRADIENT_COLLAPSE: Advice(
@@ -128,7 +198,12 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=("Do not raise the learning rate to make up for it.",),
     ),
     Cause.TOKENIZER: Advice(
-        do=("Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of one trajectory.",),
+        do=(
+            (
+                "Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of"
+                " one trajectory."
+            ),
+        ),
         do_not=(_NOT_POLICY, "Do not repair other tokens with importance weights."),
     ),
     Cause.LOGPROB_SEMANTICS: Advice(
@@ -136,7 +211,12 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=(_NOT_POLICY,),
     ),
     Cause.WEIGHT_SYNC: Advice(
-        do=("Look at the replica's update: digest, canary gap, engine version; it is restarted by itself, and its groups were rejected.",),
+        do=(
+            (
+                "Look at the replica's update: digest, canary gap, engine version; it is restarted by itself, and its "
+                "groups were rejected."
+            ),
+        ),
         do_not=(_NOT_POLICY, "Do not raise the canary's tolerance."),
     ),
     Cause.VERSION_TAG: Advice(
@@ -144,27 +224,35 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=(_NOT_POLICY, "Do not trust staleness while labels are wrong."),
     ),
     Cause.ROUTING: Advice(
-        do=("Replay the engine's experts (engine.return_routing, trainer.replay_routing).",),
-        do_not=(_NOT_POLICY,),
+        do=("Replay the engine's experts (engine.return_routing, trainer.replay_routing).",), do_not=(_NOT_POLICY,)
     ),
     Cause.PRECISION: Advice(
         do=("Compare declared dtypes of weights, KV and head; use the same on both sides, or a correction by name.",),
         do_not=(_NOT_POLICY,),
     ),
     Cause.STALE_KV: Advice(
-        do=('Set engine.kv_across_versions = "recompute", and check that the engine obeys.',),
-        do_not=(_NOT_POLICY,),
+        do=('Set engine.kv_across_versions = "recompute", and check that the engine obeys.',), do_not=(_NOT_POLICY,)
     ),
     Cause.LOW_PROBABILITY_TAIL: Advice(
         do=("Bound the ratios (consistency.correction), and look at the tokens with `concord explain`.",),
         do_not=(_NOT_POLICY,),
     ),
     Cause.UNKNOWN_GAP: Advice(
-        do=("Take the replica's audited trajectories apart with `concord explain`; compare kernels and versions of the engine with a healthy replica.",),
+        do=(
+            (
+                "Take the replica's audited trajectories apart with `concord explain`; compare kernels and versions of "
+                "the engine with a healthy replica."
+            ),
+        ),
         do_not=(_NOT_POLICY, "Do not widen the limits until it is quiet."),
     ),
     Cause.GAP_DRIFT: Advice(
-        do=("Compare engine and trainer formats as for `precision`: weights that grow leave the grid of a narrow format.",),
+        do=(
+            (
+                "Compare engine and trainer formats as for `precision`: weights that grow leave the grid of a narrow "
+                "format."
+            ),
+        ),
         do_not=(_NOT_POLICY,),
     ),
     Cause.ROUTING_INCOMPLETE: Advice(
@@ -180,7 +268,12 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=("Do not lower the number of replicas to hide one that dies.",),
     ),
     Cause.REWARD_WORKER: Advice(
-        do=("Look for what ends the process (memory, a signal, sys.exit in the reward's code): run the reward on the named prompt by hand.",),
+        do=(
+            (
+                "Look for what ends the process (memory, a signal, sys.exit in the reward's code): run the reward on "
+                "the named prompt by hand."
+            ),
+        ),
         do_not=("Do not raise reward_workers.deadline_s: the worker is dead, not slow.",),
     ),
     Cause.WORKER_LOST: Advice(
@@ -192,7 +285,9 @@ ADVICE: Mapping[Cause, Advice] = {
         do_not=("Do not raise max_staleness to make room for one slow replica.",),
     ),
     Cause.STALE_WORK: Advice(
-        do=("Let rollout run less far ahead, or speed it up: fewer concurrent groups, shorter answers, more replicas.",),
+        do=(
+            "Let rollout run less far ahead, or speed it up: fewer concurrent groups, shorter answers, more replicas.",
+        ),
         do_not=("Do not raise max_staleness before you have looked at which replica or prompt is slow.",),
     ),
 }

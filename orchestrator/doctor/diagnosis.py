@@ -19,7 +19,13 @@ from orchestrator.doctor.rules_data import (
     train_eval_overlap,
 )
 from orchestrator.doctor.rules_difficulty import groups_alike, length_growth, wrong_difficulty
-from orchestrator.doctor.rules_numerical import attention_logits, block_imbalance, gradient_collapse, gradient_spike, non_finite
+from orchestrator.doctor.rules_numerical import (
+    attention_logits,
+    block_imbalance,
+    gradient_collapse,
+    gradient_spike,
+    non_finite,
+)
 from orchestrator.doctor.rules_policy import policy_collapse
 from orchestrator.doctor.rules_system import (
     disagreement,
@@ -77,7 +83,13 @@ RULES: Mapping[Cause, Rule] = {
 """The rule of each cause, in causal order."""
 RATIO_SERIES = (
     *("policy_entropy", "approx_kl", "reference_kl", "clip_fraction_low", "clip_fraction_high"),
-    *("abs_logprob_difference_mean", "abs_rollout_difference_mean", "correction_weight_mean", "correction_ess", "correction_zero_fraction"),
+    *(
+        "abs_logprob_difference_mean",
+        "abs_rollout_difference_mean",
+        "correction_weight_mean",
+        "correction_ess",
+        "correction_zero_fraction",
+    ),
 )
 """What says nothing of the policy while engine and trainer disagree."""
 
@@ -105,7 +117,8 @@ class Diagnosis:
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Apply every rule. A finding of layer 2 that rests on readings which layer 4 marks untrusted stands behind that one."""
+    """Apply every rule. A finding of layer 2 that rests on readings which layer 4 marks untrusted stands behind that
+    one."""
     found = [finding for rule in RULES.values() if (finding := rule(record)) is not None]
     doubtful = any(finding.cause in DISAGREEMENT and finding.severity is not Severity.INFO for finding in found)
 

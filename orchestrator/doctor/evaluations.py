@@ -10,7 +10,8 @@ from orchestrator.run_dir.record import Record, RunEvent, Values
 
 KIND = "evaluation"
 LEAST_ERROR = 0.02
-"""Standard error that no score is believed below: prompts are few, and a score of 0 or 1 says nothing of its own error."""
+"""Standard error that no score is believed below: prompts are few, and a score of 0 or 1 says nothing of its own
+error."""
 NEAR_STEPS = 5
 """Training reward at an evaluation: mean over the steps this near to it."""
 
@@ -31,7 +32,10 @@ class Line:
 def lines(record: Record) -> list[Line]:
     """One a stretch of equal fingerprints. A score that could not be taken has none."""
     scored = [event for event in record.of_kind(KIND) if np.isfinite(event.number("score"))]
-    return [Line(fingerprint=fingerprint, points=tuple(points)) for fingerprint, points in groupby(scored, lambda event: event.text("fingerprint"))]
+    return [
+        Line(fingerprint=fingerprint, points=tuple(points))
+        for fingerprint, points in groupby(scored, lambda event: event.text("fingerprint"))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Layer 1: data and reward. Each rule is a pure function of a record; windows are in rows, thresholds are named above the rules that use them."""
+"""Layer 1: data and reward. Each rule is a pure function of a record; windows are in rows, thresholds are named above
+the rules that use them."""
 
 from collections.abc import Callable
 
@@ -47,7 +48,8 @@ HARD_SHARE = 0.9
 HARD_FROM_START = 0.5
 """The same at the start of the run: where groups were solved before, the policy was lost, not the prompts."""
 FLAT_SHARE = 0.5
-"""Share of groups without any difference, neither solved nor lost, above which the reward does not tell answers apart."""
+"""Share of groups without any difference, neither solved nor lost, above which the reward does not tell answers
+apart."""
 DUPLICATE_SHARE = 0.05
 """Share of repeated prompts in one pass that is worth a warning."""
 FAILURE_WINDOW = 20
@@ -66,7 +68,11 @@ def evaluation_changed(record: Record) -> Finding | None:
     if len(every) < 2:
         return None
     before, after = every[-2].points[-1], every[-1].points[0]
-    parts = sorted(name for name in {*before.fields, *after.fields} if name.startswith("part_") and before.fields.get(name) != after.fields.get(name))
+    parts = sorted(
+        name
+        for name in {*before.fields, *after.fields}
+        if name.startswith("part_") and before.fields.get(name) != after.fields.get(name)
+    )
     named = ", ".join(part.removeprefix("part_") for part in parts) or "unknown parts"
     numbers = (("score before", before.number("score")), ("score after", after.number("score")))
     first, last = int(before.number("version")), int(after.number("version"))
@@ -75,7 +81,11 @@ def evaluation_changed(record: Record) -> Finding | None:
         severity=Severity.INFO if record.last_step - last > PAST_STEPS else Severity.WARN,
         since=last,
         summary=f"the configuration of the evaluation changed between versions {first} and {last}: {named}",
-        evidence=(Evidence(series="evaluation", first_step=first, last_step=last, numbers=numbers, note=f"differs in {named}"),),
+        evidence=(
+            Evidence(
+                series="evaluation", first_step=first, last_step=last, numbers=numbers, note=f"differs in {named}"
+            ),
+        ),
     )
 
 
@@ -86,7 +96,12 @@ def train_eval_overlap(record: Record) -> Finding | None:
     if event is None or not event.number("overlapping") > 0:
         return None
     found, of = event.number("overlapping"), event.number("evaluation_prompts")
-    numbers = (("overlapping", found), ("evaluation prompts", of), ("exact", event.number("exact")), ("by 13-grams", event.number("by_ngrams")))
+    numbers = (
+        ("overlapping", found),
+        ("evaluation prompts", of),
+        ("exact", event.number("exact")),
+        ("by 13-grams", event.number("by_ngrams")),
+    )
     return Finding(
         cause=Cause.TRAIN_EVAL_OVERLAP,
         severity=Severity.WARN,
@@ -108,11 +123,20 @@ def duplicate_prompts(record: Record) -> Finding | None:
         severity=Severity.WARN if found > DUPLICATE_SHARE * of else Severity.INFO,
         since=event.step,
         summary=f"{found:.0f} of {of:.0f} training prompts repeat another one",
-        evidence=(Evidence(series="prompts_checked", first_step=event.step, last_step=event.step, numbers=(("duplicates", found), ("prompts", of))),),
+        evidence=(
+            Evidence(
+                series="prompts_checked",
+                first_step=event.step,
+                last_step=event.step,
+                numbers=(("duplicates", found), ("prompts", of)),
+            ),
+        ),
     )
 
 
-def failures(cause: Cause, reasons: tuple[str, ...], severity: Severity, least_share: float = FAILURE_SHARE) -> Callable[[Record], Finding | None]:
+def failures(
+    cause: Cause, reasons: tuple[str, ...], severity: Severity, least_share: float = FAILURE_SHARE
+) -> Callable[[Record], Finding | None]:
     """A rule: many of the newest dispatches failed for one of `reasons`."""
 
     def rule(record: Record) -> Finding | None:
@@ -135,7 +159,12 @@ def failures(cause: Cause, reasons: tuple[str, ...], severity: Severity, least_s
             since=int(record.steps[int(np.argmax(rising))]),
             summary=f"{total:.0f} of {begun:.0f} dispatches of the last {window} steps failed ({worst})",
             evidence=tuple(
-                Evidence(series=f"failed:{reason}", first_step=first, last_step=last, numbers=(("failed", number), ("dispatched", begun)))
+                Evidence(
+                    series=f"failed:{reason}",
+                    first_step=first,
+                    last_step=last,
+                    numbers=(("failed", number), ("dispatched", begun)),
+                )
                 for reason, number in lost.items()
                 if number
             ),
@@ -149,7 +178,8 @@ reward_failures = failures(Cause.REWARD_FAILURES, ("reward_raised", "reward_inva
 
 
 def _overstated(record: Record) -> Comparison | None:
-    """The training reward rises, the evaluation does not follow, and what training believes lies above what the evaluation sees.
+    """The training reward rises, the evaluation does not follow, and what training believes lies above what the
+    evaluation sees.
 
     Not so on a handful of prompts: those are learned by heart, which is no fault of the reward.
     """
@@ -167,7 +197,12 @@ def _overstated(record: Record) -> Comparison | None:
 def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
     first, last = both.first_step, both.last_step
     reward = (("from", both.reward.before), ("to", both.reward.after))
-    score = (("first", both.first_score), ("last", both.last_score), ("change of the fitted line", both.score.size), ("its standard error", both.score.error))
+    score = (
+        ("first", both.first_score),
+        ("last", both.last_score),
+        ("change of the fitted line", both.score.size),
+        ("its standard error", both.score.error),
+    )
     return (
         Evidence(series="reward_mean", first_step=first, last_step=last, numbers=reward),
         Evidence(series="eval_score", first_step=first, last_step=last, numbers=score),
@@ -183,10 +218,19 @@ def length_reward(record: Record) -> Finding | None:
     tied = correlation.size >= LEAST_CORRELATIONS and share(correlation >= LENGTH_CORRELATION) >= PERSISTENCE
     grown = length is not None and length.ratio >= LENGTH_GROWTH and length.rises(REWARD_ERRORS)
     measured = correlation.size > 0
-    if length is None or not ((both is not None and grown and (tied or not measured)) or (tied and length.rises(TIED_ERRORS))):
+    if length is None or not (
+        (both is not None and grown and (tied or not measured)) or (tied and length.rises(TIED_ERRORS))
+    ):
         return None
     first, last = int(record.steps[0]), record.last_step
-    evidence = [Evidence(series="length_mean", first_step=first, last_step=last, numbers=(("from", length.before), ("to", length.after)))]
+    evidence = [
+        Evidence(
+            series="length_mean",
+            first_step=first,
+            last_step=last,
+            numbers=(("from", length.before), ("to", length.after)),
+        )
+    ]
     if measured:
         numbers = (("mean", level(correlation)), ("limit", LENGTH_CORRELATION))
         begin, end = int(record.steps[rows[0]]), int(record.steps[rows[-1]])
@@ -195,7 +239,10 @@ def length_reward(record: Record) -> Finding | None:
     if both is None:
         summary = f"{told}, and within groups the reward goes with it (correlation {level(correlation):.2f})"
     else:
-        summary = f"{told} while the reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} and the evaluation did not follow"
+        summary = (
+            f"{told} while the reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} and the evaluation "
+            "did not follow"
+        )
     return Finding(
         cause=Cause.LENGTH_REWARD,
         severity=Severity.CRITICAL if both is not None else Severity.WARN,
@@ -216,8 +263,10 @@ def reward_inverted(record: Record) -> Finding | None:
         cause=Cause.REWARD_INVERTED,
         severity=Severity.CRITICAL,
         since=both.first_step,
-        summary=f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} while the evaluation fell "
-        f"from {both.first_score:.2f} to {both.last_score:.2f}",
+        summary=(
+            f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} while the evaluation "
+            f"fell from {both.first_score:.2f} to {both.last_score:.2f}"
+        ),
         evidence=_reward_and_score(both),
     )
 
@@ -231,8 +280,10 @@ def reward_detached(record: Record) -> Finding | None:
         cause=Cause.REWARD_DETACHED,
         severity=Severity.CRITICAL,
         since=both.first_step,
-        summary=f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f}, the evaluation went "
-        f"from {both.first_score:.2f} to {both.last_score:.2f}",
+        summary=(
+            f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f}, the evaluation went "
+            f"from {both.first_score:.2f} to {both.last_score:.2f}"
+        ),
         evidence=_reward_and_score(both),
     )
 
@@ -255,10 +306,23 @@ def easy_prompts(record: Record) -> Finding | None:
         cause=Cause.EASY_PROMPTS,
         severity=Severity.WARN,
         since=since(record.steps, flags),
-        summary=f"{level(solved):.0%} of the trained groups are solved by every sample, while the evaluation stands at {score:.2f}",
+        summary=(
+            f"{level(solved):.0%} of the trained groups are solved by every sample, while the evaluation stands at "
+            f"{score:.2f}"
+        ),
         evidence=(
-            Evidence(series="all_correct_groups", first_step=first, last_step=last, numbers=(("mean", level(solved)), ("limit", EASY_SHARE))),
-            Evidence(series="eval_score", first_step=version, last_step=version, numbers=(("score", score), ("training reward", reward))),
+            Evidence(
+                series="all_correct_groups",
+                first_step=first,
+                last_step=last,
+                numbers=(("mean", level(solved)), ("limit", EASY_SHARE)),
+            ),
+            Evidence(
+                series="eval_score",
+                first_step=version,
+                last_step=version,
+                numbers=(("score", score), ("training reward", reward)),
+            ),
         ),
     )
 
@@ -266,7 +330,11 @@ def easy_prompts(record: Record) -> Finding | None:
 def hard_prompts(record: Record) -> Finding | None:
     """Nearly no group has a right answer."""
     wrong = record.column("all_wrong_groups")[-WINDOW:]
-    if wrong.size < WINDOW or share(wrong >= HARD_SHARE) < PERSISTENCE or not level(record.column("all_wrong_groups")[:WINDOW]) >= HARD_FROM_START:
+    if (
+        wrong.size < WINDOW
+        or share(wrong >= HARD_SHARE) < PERSISTENCE
+        or not level(record.column("all_wrong_groups")[:WINDOW]) >= HARD_FROM_START
+    ):
         return None
     first, last = int(record.steps[-WINDOW]), record.last_step
     return Finding(
@@ -274,13 +342,22 @@ def hard_prompts(record: Record) -> Finding | None:
         severity=Severity.WARN,
         since=since(record.steps, record.column("all_wrong_groups") >= HARD_SHARE),
         summary=f"{level(wrong):.0%} of the trained groups have no right answer at all",
-        evidence=(Evidence(series="all_wrong_groups", first_step=first, last_step=last, numbers=(("mean", level(wrong)), ("limit", HARD_SHARE))),),
+        evidence=(
+            Evidence(
+                series="all_wrong_groups",
+                first_step=first,
+                last_step=last,
+                numbers=(("mean", level(wrong)), ("limit", HARD_SHARE)),
+            ),
+        ),
     )
 
 
 def flat_reward(record: Record) -> Finding | None:
     """Groups without a difference that are neither right nor wrong."""
-    alike = record.column("zero_variance_groups") - record.column("all_correct_groups") - record.column("all_wrong_groups")
+    alike = (
+        record.column("zero_variance_groups") - record.column("all_correct_groups") - record.column("all_wrong_groups")
+    )
     newest = alike[-WINDOW:]
     if newest.size < WINDOW or share(newest >= FLAT_SHARE) < PERSISTENCE:
         return None
@@ -289,14 +366,27 @@ def flat_reward(record: Record) -> Finding | None:
         cause=Cause.FLAT_REWARD,
         severity=Severity.WARN,
         since=since(record.steps, alike >= FLAT_SHARE),
-        summary=f"{level(newest):.0%} of the trained groups got one and the same reward for all samples, neither right nor wrong (mean {reward:.2f})",
-        evidence=(Evidence(series="zero_variance_groups", first_step=first, last_step=last, numbers=(("mean", level(newest)), ("limit", FLAT_SHARE))),),
+        summary=(
+            f"{level(newest):.0%} of the trained groups got one and the same reward for all samples, neither right nor "
+            f"wrong (mean {reward:.2f})"
+        ),
+        evidence=(
+            Evidence(
+                series="zero_variance_groups",
+                first_step=first,
+                last_step=last,
+                numbers=(("mean", level(newest)), ("limit", FLAT_SHARE)),
+            ),
+        ),
     )
 
 
 def solved(record: Record) -> Finding | None:
     """Entropy falls because groups are solved: learning, and no alarm."""
-    entropy, right = change(record.column("policy_entropy"), WINDOW), change(record.column("all_correct_groups"), WINDOW)
+    entropy, right = (
+        change(record.column("policy_entropy"), WINDOW),
+        change(record.column("all_correct_groups"), WINDOW),
+    )
     if entropy is None or right is None or entropy.ratio > ENTROPY_FALL or right.size < SOLVED_SHARE:
         return None
     first, last = int(record.steps[0]), record.last_step
@@ -304,9 +394,22 @@ def solved(record: Record) -> Finding | None:
         cause=Cause.SOLVED,
         severity=Severity.INFO,
         since=first,
-        summary=f"entropy fell from {entropy.before:.2f} to {entropy.after:.2f} nats as solved groups rose from {right.before:.0%} to {right.after:.0%}",
+        summary=(
+            f"entropy fell from {entropy.before:.2f} to {entropy.after:.2f} nats as solved groups rose from "
+            f"{right.before:.0%} to {right.after:.0%}"
+        ),
         evidence=(
-            Evidence(series="policy_entropy", first_step=first, last_step=last, numbers=(("from", entropy.before), ("to", entropy.after))),
-            Evidence(series="all_correct_groups", first_step=first, last_step=last, numbers=(("from", right.before), ("to", right.after))),
+            Evidence(
+                series="policy_entropy",
+                first_step=first,
+                last_step=last,
+                numbers=(("from", entropy.before), ("to", entropy.after)),
+            ),
+            Evidence(
+                series="all_correct_groups",
+                first_step=first,
+                last_step=last,
+                numbers=(("from", right.before), ("to", right.after)),
+            ),
         ),
     )

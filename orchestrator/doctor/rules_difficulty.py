@@ -1,4 +1,5 @@
-"""Layer 1, what the rules of `rules_data` leave over: prompts of the wrong difficulty, groups without a difference, longer answers."""
+"""Layer 1, what the rules of `rules_data` leave over: prompts of the wrong difficulty, groups without a difference,
+longer answers."""
 
 from orchestrator.doctor.evaluations import compared
 from orchestrator.doctor.findings import Evidence, Finding, Severity
@@ -41,13 +42,17 @@ def length_growth(record: Record) -> Finding | None:
         cause=Cause.LENGTH_GROWTH,
         severity=Severity.INFO,
         since=first,
-        summary=f"length grew from {length.before:.3g} to {length.after:.3g} tokens, and there are too few evaluations to say whether for the better",
+        summary=(
+            f"length grew from {length.before:.3g} to {length.after:.3g} tokens, and there are too few evaluations to "
+            "say whether for the better"
+        ),
         evidence=(Evidence(series="length_mean", first_step=first, last_step=last, numbers=numbers),),
     )
 
 
 def wrong_difficulty(record: Record) -> Finding | None:
-    """The mean pass rate lies outside 30 to 70 %; a warning where most groups are lost or solved from the start, and the reward does not rise."""
+    """The mean pass rate lies outside 30 to 70 %; a warning where most groups are lost or solved from the start, and
+    the reward does not rise."""
     rewards = record.column("reward_mean")
     newest, moved = rewards[-WINDOW:], change(rewards, WINDOW)
     outside = (newest < LEAST_PASS) | (newest > MOST_PASS)
@@ -67,11 +72,23 @@ def wrong_difficulty(record: Record) -> Finding | None:
         cause=Cause.WRONG_DIFFICULTY,
         severity=Severity.WARN if stuck else Severity.INFO,
         since=since(record.steps, (rewards < LEAST_PASS) if low else (rewards > MOST_PASS)),
-        summary=f"the mean reward is {level(newest):.2f}, outside {LEAST_PASS:.0%} to {MOST_PASS:.0%}, and {ends[1]:.0%} of the trained groups are "
-        f"{'lost' if low else 'solved'} by every sample",
+        summary=(
+            f"the mean reward is {level(newest):.2f}, outside {LEAST_PASS:.0%} to {MOST_PASS:.0%}, and {ends[1]:.0%} of"
+            f" the trained groups are {'lost' if low else 'solved'} by every sample"
+        ),
         evidence=(
-            Evidence(series="reward_mean", first_step=first, last_step=last, numbers=(("mean", level(newest)), ("limit", LEAST_PASS if low else MOST_PASS))),
-            Evidence(series=name, first_step=first, last_step=last, numbers=(("at the start", ends[0]), ("now", ends[1]), ("limit", limit))),
+            Evidence(
+                series="reward_mean",
+                first_step=first,
+                last_step=last,
+                numbers=(("mean", level(newest)), ("limit", LEAST_PASS if low else MOST_PASS)),
+            ),
+            Evidence(
+                series=name,
+                first_step=first,
+                last_step=last,
+                numbers=(("at the start", ends[0]), ("now", ends[1]), ("limit", limit)),
+            ),
         ),
     )
 
@@ -81,7 +98,11 @@ def groups_alike(record: Record) -> Finding | None:
     alike = record.column("zero_variance_groups")
     unsolved, moved = alike - record.column("all_correct_groups"), change(record.column("reward_mean"), WINDOW)
     newest = alike[-WINDOW:]
-    if newest.size < WINDOW or share(newest >= ALIKE_SHARE) < PERSISTENCE or not level(unsolved[-WINDOW:]) >= UNSOLVED_SHARE:
+    if (
+        newest.size < WINDOW
+        or share(newest >= ALIKE_SHARE) < PERSISTENCE
+        or not level(unsolved[-WINDOW:]) >= UNSOLVED_SHARE
+    ):
         return None
     if moved is None or moved.falls(REWARD_ERRORS):
         return None  # the policy was lost, or nobody can say yet
@@ -94,6 +115,9 @@ def groups_alike(record: Record) -> Finding | None:
         cause=Cause.GROUPS_ALIKE,
         severity=Severity.WARN,
         since=since(record.steps, alike >= ALIKE_SHARE),
-        summary=f"{level(newest):.0%} of the trained groups have no difference in reward, {level(unsolved[-WINDOW:]):.0%} of all without being solved",
+        summary=(
+            f"{level(newest):.0%} of the trained groups have no difference in reward, {level(unsolved[-WINDOW:]):.0%} "
+            "of all without being solved"
+        ),
         evidence=(Evidence(series="zero_variance_groups", first_step=first, last_step=last, numbers=numbers),),
     )

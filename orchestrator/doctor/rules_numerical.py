@@ -14,7 +14,8 @@ HISTORY = 20
 SPIKE = 10.0
 """Over the median of its history."""
 OVER_LARGEST = 3.0
-"""Over the largest norm of its history, and over nine tenths of all norms, as well: where most groups are solved, norms are small and one is not."""
+"""Over the largest norm of its history, and over nine tenths of all norms, as well: where most groups are solved, norms
+are small and one is not."""
 MAX_LOGIT = 100.0
 COLLAPSE = 0.01
 """Gradient norm over its median at the start, below which it has collapsed."""
@@ -30,8 +31,16 @@ def non_finite(record: Record) -> Finding | None:
     """A step that was skipped, or a value of an applied one that is no number."""
     begin = max(0, record.steps.size - RECENT)
     first = int(record.steps[begin]) if record.steps.size else 0
-    events = [event for event in record.of_kind("step_skipped") if event.step >= first and event.text("reason").startswith(REASON)]
-    broken = [name for name in ("loss", "grad_norm") if name in record.columns and not np.isfinite(record.column(name)[begin:]).all()]
+    events = [
+        event
+        for event in record.of_kind("step_skipped")
+        if event.step >= first and event.text("reason").startswith(REASON)
+    ]
+    broken = [
+        name
+        for name in ("loss", "grad_norm")
+        if name in record.columns and not np.isfinite(record.column(name)[begin:]).all()
+    ]
     if not events and not broken:
         return None
     bad = np.zeros(record.steps.size - begin, dtype=np.bool_)
@@ -39,15 +48,24 @@ def non_finite(record: Record) -> Finding | None:
         bad |= ~np.isfinite(record.column(name)[begin:])
     starts = [*(event.step for event in events), *(record.steps[begin:][bad].tolist()[:1])]
     reasons = {event.text("reason") for event in events}
-    skipped = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({'; '.join(sorted(reasons))})"
+    skipped = (
+        f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({'; '.join(sorted(reasons))})"
+    )
     told = skipped if events else f"{' and '.join(broken)} not finite in {counted(int(bad.sum()), 'step')}"
-    series = [("step_skipped", float(len(events)))] if events else [(name, float((~np.isfinite(record.column(name)[begin:])).sum())) for name in broken]
+    series = (
+        [("step_skipped", float(len(events)))]
+        if events
+        else [(name, float((~np.isfinite(record.column(name)[begin:])).sum())) for name in broken]
+    )
     return Finding(
         cause=Cause.NON_FINITE,
         severity=Severity.CRITICAL,
         since=min(starts),
         summary=told,
-        evidence=tuple(Evidence(series=name, first_step=first, last_step=record.last_step, numbers=(("steps", count),)) for name, count in series),
+        evidence=tuple(
+            Evidence(series=name, first_step=first, last_step=record.last_step, numbers=(("steps", count),))
+            for name, count in series
+        ),
     )
 
 
@@ -83,15 +101,32 @@ def gradient_spike(record: Record) -> Finding | None:
         return None
     row, times = max(spikes, key=lambda spike: spike[1])
     step, value = int(record.steps[row]), float(record.column("grad_norm")[row])
-    searches = [event for event in record.of_kind("gradloc") if event.text("outcome") == "located" and event.number("step") == step]
-    found = "" if not searches else f"; GradLoc found token {searches[-1].text('token_text')!r} of {searches[-1].text('trajectory_id')}"
+    searches = [
+        event
+        for event in record.of_kind("gradloc")
+        if event.text("outcome") == "located" and event.number("step") == step
+    ]
+    found = (
+        ""
+        if not searches
+        else f"; GradLoc found token {searches[-1].text('token_text')!r} of {searches[-1].text('trajectory_id')}"
+    )
     return Finding(
         cause=Cause.GRADIENT_SPIKE,
         severity=Severity.WARN,
         since=int(record.steps[spikes[0][0]]),
-        summary=f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps before "
-        f"({counted(len(spikes), 'such step')}){found}",
-        evidence=(Evidence(series="grad_norm", first_step=step, last_step=step, numbers=(("norm", value), ("over the median", times), ("limit", SPIKE))),),
+        summary=(
+            f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps "
+            f"before ({counted(len(spikes), 'such step')}){found}"
+        ),
+        evidence=(
+            Evidence(
+                series="grad_norm",
+                first_step=step,
+                last_step=step,
+                numbers=(("norm", value), ("over the median", times), ("limit", SPIKE)),
+            ),
+        ),
     )
 
 
@@ -109,7 +144,12 @@ def attention_logits(record: Record) -> Finding | None:
         since=int(steps[0]),
         summary=f"attention logits reach {largest:.0f}",
         evidence=(
-            Evidence(series="max_attention_logit", first_step=int(steps[0]), last_step=record.last_step, numbers=(("largest", largest), ("limit", MAX_LOGIT))),
+            Evidence(
+                series="max_attention_logit",
+                first_step=int(steps[0]),
+                last_step=record.last_step,
+                numbers=(("largest", largest), ("limit", MAX_LOGIT)),
+            ),
         ),
     )
 
@@ -127,12 +167,20 @@ def block_imbalance(record: Record) -> Finding | None:
     row, found = max(local.items(), key=lambda item: max(times for _, times in item[1]))
     block, times = max(found, key=lambda one: one[1])
     step = int(record.steps[row])
-    numbers = (("over its median", times), ("limit", SPIKE), ("blocks that moved", float(len(found))), ("blocks", float(len(norms))))
+    numbers = (
+        ("over its median", times),
+        ("limit", SPIKE),
+        ("blocks that moved", float(len(found))),
+        ("blocks", float(len(norms))),
+    )
     return Finding(
         cause=Cause.BLOCK_IMBALANCE,
         severity=Severity.WARN,
         since=int(record.steps[min(local)]),
-        summary=f"block {block} had {times:.0f} times its ordinary gradient norm in step {step}, while {len(norms) - len(found)} of {len(norms)} kept theirs",
+        summary=(
+            f"block {block} had {times:.0f} times its ordinary gradient norm in step {step}, while "
+            f"{len(norms) - len(found)} of {len(norms)} kept theirs"
+        ),
         evidence=(Evidence(series="block_grad_norm", first_step=step, last_step=step, numbers=numbers, note=block),),
     )
 
@@ -152,6 +200,16 @@ def gradient_collapse(record: Record) -> Finding | None:
         cause=Cause.GRADIENT_COLLAPSE,
         severity=Severity.WARN,
         since=first,
-        summary=f"the gradient norm is {level(newest):.2g}, it was {middle:.2g}, and {1 - level(alike[-WINDOW:]):.0%} of the groups still differ in reward",
-        evidence=(Evidence(series="grad_norm", first_step=first, last_step=last, numbers=(("now", level(newest)), ("at the start", middle))),),
+        summary=(
+            f"the gradient norm is {level(newest):.2g}, it was {middle:.2g}, and {1 - level(alike[-WINDOW:]):.0%} of "
+            "the groups still differ in reward"
+        ),
+        evidence=(
+            Evidence(
+                series="grad_norm",
+                first_step=first,
+                last_step=last,
+                numbers=(("now", level(newest)), ("at the start", middle)),
+            ),
+        ),
     )

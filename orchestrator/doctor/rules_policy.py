@@ -17,7 +17,8 @@ LEAST_KL = 0.02
 """Nats below which KL is small whatever it was."""
 LEAP = 10.0
 LEAST_LEAP = 0.1
-"""A KL this many times its median before, and of so many nats, is a leap: one step may undo a policy, and nothing moves afterwards."""
+"""A KL this many times its median before, and of so many nats, is a leap: one step may undo a policy, and nothing moves
+afterwards."""
 LEAST_BEFORE = 3
 """Rows before a leap."""
 ENTROPY_FALL = 0.6
@@ -31,7 +32,8 @@ REWARD_LOSS = 0.5
 
 
 def policy_collapse(record: Record) -> Finding | None:
-    """KL up and entropy down together, slowly or in a leap, or a leap of KL with which the reward is lost. Slowly and with a better reward it is info."""
+    """KL up and entropy down together, slowly or in a leap, or a leap of KL with which the reward is lost. Slowly and
+    with a better reward it is info."""
     return _leap(record) or _slide(record)
 
 
@@ -45,7 +47,9 @@ def _slide(record: Record) -> Finding | None:
     learned = reward.rises(ERRORS) and reward.size >= REWARD_GAIN * level(record.column("reward_std"))
     if not (moved and narrowed):
         return None
-    return _finding(record, name, int(record.steps[-WINDOW]), kl, entropy, reward, Severity.INFO if learned else Severity.CRITICAL)
+    return _finding(
+        record, name, int(record.steps[-WINDOW]), kl, entropy, reward, Severity.INFO if learned else Severity.CRITICAL
+    )
 
 
 def _leap(record: Record) -> Finding | None:
@@ -59,7 +63,8 @@ def _leap(record: Record) -> Finding | None:
 
 
 def _harm(record: Record, name: str, row: int) -> Finding | None:
-    """What lies in the rows after the leap in `row` is its doing, unless it has been made good since; what came later has another cause."""
+    """What lies in the rows after the leap in `row` is its doing, unless it has been made good since; what came later
+    has another cause."""
     before, after = _sides(record, row)
     if after.start == after.stop:
         return None
@@ -85,7 +90,8 @@ def _leaps(record: Record, values: Values) -> Iterator[int]:
 
 
 def _sides(record: Record, row: int) -> tuple[slice, slice]:
-    """Rows of the WINDOW steps before a row, and of those after it: where steps are missing, what lies beyond is no neighbour."""
+    """Rows of the WINDOW steps before a row, and of those after it: where steps are missing, what lies beyond is no
+    neighbour."""
     step = int(record.steps[row])
     first, last = np.searchsorted(record.steps, (step - WINDOW, step + WINDOW + 1)).tolist()
     return slice(first, row), slice(row + 1, last)
@@ -100,17 +106,31 @@ def _kl(record: Record) -> str:
     return "reference_kl" if level(record.column("reference_kl")) > 0 else "approx_kl"
 
 
-def _finding(record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change, severity: Severity) -> Finding:
+def _finding(
+    record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change, severity: Severity
+) -> Finding:
     first, last = int(record.steps[0]), record.last_step
     moved = ((name, kl), ("policy_entropy", entropy), ("reward_mean", reward))
     return Finding(
         cause=Cause.POLICY_COLLAPSE,
         severity=severity,
         since=since,
-        summary=f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to {entropy.after:.3f} nats, and the reward "
-        f"from {reward.before:.2f} to {reward.after:.2f}",
+        summary=(
+            f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to "
+            f"{entropy.after:.3f} nats, and the reward from {reward.before:.2f} to {reward.after:.2f}"
+        ),
         evidence=(
-            *(Evidence(series=series, first_step=first, last_step=last, numbers=(("from", one.before), ("to", one.after))) for series, one in moved),
-            Evidence(series="learning_rate", first_step=last, last_step=last, numbers=(("now", level(record.column("learning_rate")[-1:])),)),
+            *(
+                Evidence(
+                    series=series, first_step=first, last_step=last, numbers=(("from", one.before), ("to", one.after))
+                )
+                for series, one in moved
+            ),
+            Evidence(
+                series="learning_rate",
+                first_step=last,
+                last_step=last,
+                numbers=(("now", level(record.column("learning_rate")[-1:])),),
+            ),
         ),
     )

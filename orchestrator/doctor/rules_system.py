@@ -1,4 +1,5 @@
-"""Layer 4: the training system. What the consistency service found is taken over under its cause; the rest is read off failures and events."""
+"""Layer 4: the training system. What the consistency service found is taken over under its cause; the rest is read off
+failures and events."""
 
 from collections.abc import Callable
 
@@ -28,13 +29,28 @@ def disagreement(cause: Cause, told_as: str) -> Callable[[Record], Finding | Non
         if not events:
             return None
         worst, replicas = max(events, key=_gap), ", ".join(sorted({event.text("replica") for event in events}))
-        numbers = (("findings", float(len(events))), ("largest gap in nats", worst.number("gap_nats")), ("explained", worst.number("explained")))
+        numbers = (
+            ("findings", float(len(events))),
+            ("largest gap in nats", worst.number("gap_nats")),
+            ("explained", worst.number("explained")),
+        )
         return Finding(
             cause=cause,
             severity=_present(record, events[-1], Severity.CRITICAL if cause in _HARMFUL else Severity.WARN),
             since=events[0].step,
-            summary=f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): {worst.text('detail') or worst.text('codes')}",
-            evidence=(Evidence(series="consistency_finding", first_step=events[0].step, last_step=events[-1].step, numbers=numbers, note=told_as),),
+            summary=(
+                f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): "
+                f"{worst.text('detail') or worst.text('codes')}"
+            ),
+            evidence=(
+                Evidence(
+                    series="consistency_finding",
+                    first_step=events[0].step,
+                    last_step=events[-1].step,
+                    numbers=numbers,
+                    note=told_as,
+                ),
+            ),
         )
 
     return rule
@@ -62,9 +78,18 @@ def told(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[
             cause=cause,
             severity=_present(record, newest, severity),
             since=events[0].step,
-            summary=f"{counted(len(events), 'event')} {' or '.join(dict.fromkeys(event.kind for event in events))}, the newest: {detail}",
+            summary=(
+                f"{counted(len(events), 'event')} {' or '.join(dict.fromkeys(event.kind for event in events))}, the "
+                f"newest: {detail}"
+            ),
             evidence=(
-                Evidence(series=newest.kind, first_step=events[0].step, last_step=newest.step, numbers=(("events", float(len(events))),), note=detail),
+                Evidence(
+                    series=newest.kind,
+                    first_step=events[0].step,
+                    last_step=newest.step,
+                    numbers=(("events", float(len(events))),),
+                    note=detail,
+                ),
             ),
         )
 
@@ -92,7 +117,14 @@ def slow_replica(record: Record) -> Finding | None:
         severity=Severity.WARN,
         since=since(record.steps, ratio >= SLOW),
         summary=f"replica {slot:.0f} takes {level(newest):.1f} times as long for a group as the others",
-        evidence=(Evidence(series="replica_slowness", first_step=first, last_step=last, numbers=(("mean", level(newest)), ("limit", SLOW))),),
+        evidence=(
+            Evidence(
+                series="replica_slowness",
+                first_step=first,
+                last_step=last,
+                numbers=(("mean", level(newest)), ("limit", SLOW)),
+            ),
+        ),
     )
 
 
@@ -111,5 +143,12 @@ def stale_work(record: Record) -> Finding | None:
         severity=Severity.WARN,
         since=first,
         summary=f"{lost:.0f} of {begun:.0f} dispatches of the last {window} steps were rejected as stale",
-        evidence=(Evidence(series="rejected:stale", first_step=first, last_step=last, numbers=(("rejected", lost), ("dispatched", begun))),),
+        evidence=(
+            Evidence(
+                series="rejected:stale",
+                first_step=first,
+                last_step=last,
+                numbers=(("rejected", lost), ("dispatched", begun)),
+            ),
+        ),
     )

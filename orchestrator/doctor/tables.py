@@ -68,15 +68,28 @@ def show(console: Console, run: str, diagnosis: Diagnosis, partial: Sequence[str
     if primary is None:
         console.print(Text("nothing found that needs mending", style="green"))
     else:
-        console.print(Text(f"primary finding: {primary.cause}, layer {primary.layer} ({LAYERS[primary.layer].name})", style=_STYLES[primary.severity]))
+        console.print(
+            Text(
+                f"primary finding: {primary.cause}, layer {primary.layer} ({LAYERS[primary.layer].name})",
+                style=_STYLES[primary.severity],
+            )
+        )
     for finding in diagnosis.findings:
         console.print(_table(finding))
     if diagnosis.untrusted:
-        console.print(Text(f"while a finding of layer 4 stands, do not trust {UNTRUSTED}: {', '.join(diagnosis.untrusted)}", style="yellow"))
+        console.print(
+            Text(
+                f"while a finding of layer 4 stands, do not trust {UNTRUSTED}: {', '.join(diagnosis.untrusted)}",
+                style="yellow",
+            )
+        )
 
 
 def _table(finding: Finding) -> Table:
-    title = Text(f"{finding.severity} · layer {finding.layer} · {finding.cause} · since step {finding.since}", style=_STYLES[finding.severity])
+    title = Text(
+        f"{finding.severity} · layer {finding.layer} · {finding.cause} · since step {finding.since}",
+        style=_STYLES[finding.severity],
+    )
     table = Table(title=title, title_justify="left", show_header=False, expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -95,5 +108,7 @@ def evidence_text(one: Evidence) -> str:
     """A series with its window and the numbers that decided."""
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in one.numbers)
     note = f" ({one.note})" if one.note else ""
-    steps = f"step {one.first_step}" if one.first_step == one.last_step else f"steps {one.first_step} to {one.last_step}"
+    steps = (
+        f"step {one.first_step}" if one.first_step == one.last_step else f"steps {one.first_step} to {one.last_step}"
+    )
     return f"{one.series}, {steps}: {numbers}{note}"

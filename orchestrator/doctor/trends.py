@@ -65,11 +65,16 @@ def fitted_change(at: Values, values: Values, errors: Values) -> Change:
     slope = float((weights * (at - centre) * values).sum() / spread)
     middle = float((weights * values).sum() / total)
     first, last = float(at[0]), float(at[-1])
-    return Change(before=middle + slope * (first - centre), after=middle + slope * (last - centre), error=(last - first) / float(np.sqrt(spread)))
+    return Change(
+        before=middle + slope * (first - centre),
+        after=middle + slope * (last - centre),
+        error=(last - first) / float(np.sqrt(spread)),
+    )
 
 
 def since(steps: np.ndarray[tuple[int], np.dtype[np.int64]], flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """Step at which the last unbroken stretch of True began, a gap of one step allowed; the last step where none is True."""
+    """Step at which the last unbroken stretch of True began, a gap of one step allowed; the last step where none is
+    True."""
     begun = int(steps[-1]) if steps.size else 0
     missed = 0
     for step, flag in zip(steps[::-1].tolist(), flags[::-1].tolist(), strict=True):

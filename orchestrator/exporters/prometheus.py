@@ -1,4 +1,5 @@
-"""Serves the newest snapshot to Prometheus over HTTP, in threads of its own. It knows the catalogue and no loop; a scrape never makes the loop wait."""
+"""Serves the newest snapshot to Prometheus over HTTP, in threads of its own. It knows the catalogue and no loop; a
+scrape never makes the loop wait."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +38,8 @@ class Exporter:
             self._server = ScrapeServer(host, port, lambda: text.of(self._snapshot))
         except OSError as cause:
             raise UserError(
-                f"cannot serve metrics on {host}:{port}: {cause.strerror or cause}; set exporter.port to a free port, or to 0 for any, "
-                "and exporter.host to an address of this machine"
+                f"cannot serve metrics on {host}:{port}: {cause.strerror or cause}; set exporter.port to a free port, "
+                "or to 0 for any, and exporter.host to an address of this machine"
             ) from cause
 
     def __enter__(self) -> Self:
@@ -72,7 +73,8 @@ class Exporter:
 
 
 class Text:
-    """Snapshots as Prometheus reads them. What stands before a number is written once for each series, since that is most of the work."""
+    """Snapshots as Prometheus reads them. What stands before a number is written once for each series, since that is
+    most of the work."""
 
     def __init__(self) -> None:
         self._openings: dict[str, _Openings] = {}
@@ -89,7 +91,10 @@ class Text:
         known = self._openings.get(metric.name)
         if known is None or known.series != series:
             known = self._openings[metric.name] = _openings(series, family)
-        lines = [f"{opening} {number_text(sample.value)}\n" for opening, sample in zip(known.samples, family.samples, strict=True)]
+        lines = [
+            f"{opening} {number_text(sample.value)}\n"
+            for opening, sample in zip(known.samples, family.samples, strict=True)
+        ]
         return known.head + "".join(lines)
 
 

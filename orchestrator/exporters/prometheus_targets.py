@@ -1,4 +1,5 @@
-"""Where Prometheus finds a run: a file in the form of its file-based service discovery, replaced whole when something moves."""
+"""Where Prometheus finds a run: a file in the form of its file-based service discovery, replaced whole when something
+moves."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ class Targets:
             return
         entries = [{"targets": [self._own], "labels": {"job": "concord", "run": self._run}}]
         entries += [
-            {"targets": [address], "labels": {"job": "concord-engine", "run": self._run, "replica": str(slot)}} for slot, address in sorted(engines.items())
+            {"targets": [address], "labels": {"job": "concord-engine", "run": self._run, "replica": str(slot)}}
+            for slot, address in sorted(engines.items())
         ]
         write_atomic(self._path, json.dumps(entries, indent=2) + "\n")
         self._engines = dict(engines)

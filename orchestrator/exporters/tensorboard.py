@@ -24,7 +24,8 @@ make_writer: Any = EventFileWriter
 
 
 class TensorBoardTracker:
-    """Event files in `RUN/tensorboard`; `tensorboard --logdir runs` shows all runs. A step is one event, on disk when it is taken."""
+    """Event files in `RUN/tensorboard`; `tensorboard --logdir runs` shows all runs. A step is one event, on disk when
+    it is taken."""
 
     def __init__(self, directory: Path) -> None:
         self._writer = make_writer(str(directory))
@@ -32,7 +33,8 @@ class TensorBoardTracker:
         self._begun = False
 
     def take(self, points: Points) -> None:
-        """One point a curve. A run that goes on takes back what earlier files say of the first step and of those after it."""
+        """One point a curve. A run that goes on takes back what earlier files say of the first step and of those after
+        it."""
         if not self._begun and points.series == STEPS:
             self._begun = True
             start = events.SessionLog(status=events.SessionLog.START)

@@ -1,6 +1,7 @@
 """What trackers get of a step: the catalogue's signals under tags. It knows snapshots, and no tracker.
 
-Every signal of a snapshot goes to trackers, unless `LEFT_OUT` says why not: what is declared anew arrives there without a line of code.
+Every signal of a snapshot goes to trackers, unless `LEFT_OUT` says why not: what is declared anew arrives there without
+a line of code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,10 @@ from trainer.types.histograms import BucketCounts
 LEFT_OUT: Mapping[str, str] = {
     "concord_eval_score": "`evaluation_score` has it, a curve for each configuration",
     "concord_step_duration_seconds": "one value a step: `step_seconds`",
-    "concord_step_phase_seconds_total": "`step_wait_seconds`, `step_train_seconds`, `step_publish_seconds` and `step_checkpoint_seconds` have it step by step",
+    "concord_step_phase_seconds_total": (
+        "`step_wait_seconds`, `step_train_seconds`, `step_publish_seconds` and `step_checkpoint_seconds` have it step "
+        "by step"
+    ),
     "concord_batch_wait_seconds": "0 whenever a step ends; how long it waited is `step_wait_seconds`",
     "concord_last_step_timestamp_seconds": "trackers give every point a time of their own",
     "concord_max_staleness": "never changes: it is in the config",
@@ -39,7 +43,8 @@ class Bars:
     """The values of one step by bucket, between finite edges."""
 
     edges: tuple[float, ...]
-    """Rising, one more than there are counts. What lies beyond the declared ones is in a bucket as wide as its neighbour."""
+    """Rising, one more than there are counts. What lies beyond the declared ones is in a bucket as wide as its
+    neighbour."""
     counts: tuple[int, ...]
 
 
@@ -49,13 +54,15 @@ class Points:
 
     step: int
     series: str
-    """Whose steps rise: `STEPS`, or the tag of a score, which comes when it is known and belongs to the version that it scored."""
+    """Whose steps rise: `STEPS`, or the tag of a score, which comes when it is known and belongs to the version that it
+    scored."""
     numbers: Mapping[str, float]
     bars: Mapping[str, Bars]
 
 
 class TrackedSignals:
-    """From the snapshots of one loop's steps to points. Distributions become those of the step; counters stay what they are for Prometheus."""
+    """From the snapshots of one loop's steps to points. Distributions become those of the step; counters stay what they
+    are for Prometheus."""
 
     def __init__(self) -> None:
         self._counted: Mapping[str, Mapping[LabelValues, BucketCounts]] = {}
@@ -75,8 +82,11 @@ class TrackedSignals:
         return tag in self._begun
 
     def of_score(self, snapshot: Snapshot) -> list[Points]:
-        """Of the newest evaluation, at the version that it scored; scores of another configuration are another curve."""
-        scores, version, error = (snapshot.numbers.get(f"concord_{name}", {}) for name in ("evaluation_score", "eval_version", "eval_stderr"))
+        """Of the newest evaluation, at the version that it scored; scores of another configuration are another
+        curve."""
+        scores, version, error = (
+            snapshot.numbers.get(f"concord_{name}", {}) for name in ("evaluation_score", "eval_version", "eval_stderr")
+        )
         points: list[Points] = []
         for labels, score in scores.items():
             # The error has no label in the catalogue; as a curve it belongs to its score.
@@ -95,7 +105,8 @@ def meaning_of(tag: str) -> str:
 
 @cache
 def tag_of(name: str, labels: LabelValues = ()) -> str:
-    """The name of a declared series in a tracker. What stands before the slash is a group: the layer of diagnosis, or in it a signal with labels."""
+    """The name of a declared series in a tracker. What stands before the slash is a group: the layer of diagnosis, or
+    in it a signal with labels."""
     return _tag(name, DECLARED[name].label_names, labels)
 
 
@@ -111,7 +122,8 @@ BY_SCORE = frozenset(("concord_evaluation_score", "concord_eval_stderr"))
 
 
 def _numbers(snapshot: Snapshot) -> Iterator[tuple[str, float, bool]]:
-    """Tag, value, and whether the curve begins with its first value other than 0: what counts or says yes and no is a curve once it has happened."""
+    """Tag, value, and whether the curve begins with its first value other than 0: what counts or says yes and no is a
+    curve once it has happened."""
     for name, series in snapshot.numbers.items():
         if name not in LEFT_OUT and name not in BY_SCORE:
             metric = DECLARED[name]
@@ -129,7 +141,11 @@ def _bars(
             continue
         for labels, reduced in series.items():
             old = before.get(name, {}).get(labels)
-            counts = reduced.counts if old is None else tuple(new - known for new, known in zip(reduced.counts, old.counts, strict=True))
+            counts = (
+                reduced.counts
+                if old is None
+                else tuple(new - known for new, known in zip(reduced.counts, old.counts, strict=True))
+            )
             if any(counts):
                 yield tag_of(name, labels), Bars(_closed(DECLARED[name].buckets), counts)
 

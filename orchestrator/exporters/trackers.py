@@ -1,4 +1,5 @@
-"""Feeds TensorBoard and Weights & Biases with the steps of a run, each in a thread of its own. Trouble there never ends or delays a run."""
+"""Feeds TensorBoard and Weights & Biases with the steps of a run, each in a thread of its own. Trouble there never ends
+or delays a run."""
 
 import queue
 import threading
@@ -34,7 +35,13 @@ class Tracker(Protocol):
 class Trackers:
     """The trackers of a run. One that fails is told once and dropped. A context manager."""
 
-    def __init__(self, trackers: Sequence[tuple[str, Tracker]], say: Callable[[str], None], most_waiting: int = MOST_WAITING, close_s: float = CLOSE_S) -> None:
+    def __init__(
+        self,
+        trackers: Sequence[tuple[str, Tracker]],
+        say: Callable[[str], None],
+        most_waiting: int = MOST_WAITING,
+        close_s: float = CLOSE_S,
+    ) -> None:
         self._feeds = [_Feed(name, tracker, most_waiting) for name, tracker in trackers]
         self._say, self._close_s = say, close_s
         self._signals = TrackedSignals()
@@ -128,7 +135,9 @@ def refuse_missing(config: RunConfig) -> None:
     asked = {"tensorboard": config.trackers.tensorboard, "wandb": config.trackers.wandb != "off"}
     missing = [name for name, wanted in asked.items() if wanted and util.find_spec(name) is None]
     if missing:
-        raise UserError(f"trackers.{missing[0]} is on, but the package {missing[0]} is not installed; {CURE}, or turn it off")
+        raise UserError(
+            f"trackers.{missing[0]} is on, but the package {missing[0]} is not installed; {CURE}, or turn it off"
+        )
 
 
 def open_trackers(config: RunConfig, run: RunDir, say: Callable[[str], None]) -> Trackers:
@@ -145,7 +154,11 @@ def open_trackers(config: RunConfig, run: RunDir, say: Callable[[str], None]) ->
 
             opened.append(("TensorBoard", TensorBoardTracker(run.tensorboard)))
     if chosen.wandb != "off":
-        with boundary(UserError, f'trackers.wandb is "{chosen.wandb}", but Weights & Biases does not start (without a network set "offline")'):
+        with boundary(
+            UserError,
+            f'trackers.wandb is "{chosen.wandb}", but Weights & Biases does not start (without a network set'
+            ' "offline")',
+        ):
             from orchestrator.exporters.wandb import WandbTracker
 
             opened.append(("Weights & Biases", WandbTracker(run, config, chosen.wandb)))

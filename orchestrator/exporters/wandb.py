@@ -18,7 +18,8 @@ STEP = tag_of("concord_step")
 
 
 class WandbTracker:
-    """A run of Weights & Biases in `RUN/wandb`; offline it is uploaded later with `wandb sync`. A resume goes on with the same run."""
+    """A run of Weights & Biases in `RUN/wandb`; offline it is uploaded later with `wandb sync`. A resume goes on with
+    the same run."""
 
     def __init__(self, run: RunDir, config: RunConfig, mode: Literal["offline", "online"]) -> None:
         before = sorted(run.wandb.glob("*run-*-*"))
@@ -37,10 +38,14 @@ class WandbTracker:
         self._sent: dict[str, int] = json.loads(self._sent_file.read_text()) if self._sent_file.exists() else {}
 
     def take(self, points: Points) -> None:
-        """One row, with its step as a column over which all curves run. Steps that a resume repeats are left out: what was sent cannot be taken back."""
+        """One row, with its step as a column over which all curves run. Steps that a resume repeats are left out: what
+        was sent cannot be taken back."""
         if points.step <= self._sent.get(points.series, -1):
             return
-        bars = {tag: library.Histogram(np_histogram=(list(each.counts), list(each.edges))) for tag, each in points.bars.items()}
+        bars = {
+            tag: library.Histogram(np_histogram=(list(each.counts), list(each.edges)))
+            for tag, each in points.bars.items()
+        }
         self._run.log({**points.numbers, **bars, STEP: float(points.step)})
         self._sent[points.series] = points.step
         write_atomic(self._sent_file, json.dumps(self._sent))

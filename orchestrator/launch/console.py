@@ -78,7 +78,16 @@ class LiveReporter:
             self._live.start()
         self._rows = [*self._rows[-11:], step_cells(row, steps)]
         table = Table(box=None, pad_edge=False)
-        for header in ("step", "reward", "last 10", "staleness mean/max", "tokens/s", "in flight", "engine busy", "trainer busy"):
+        for header in (
+            "step",
+            "reward",
+            "last 10",
+            "staleness mean/max",
+            "tokens/s",
+            "in flight",
+            "engine busy",
+            "trainer busy",
+        ):
             table.add_column(header, justify="right")
         for cells in self._rows:
             table.add_row(*cells)

@@ -1,4 +1,5 @@
-"""From a config to a finished run: model, cluster, fleet, recovery, loop, summary. The only module that brings all rooms together."""
+"""From a config to a finished run: model, cluster, fleet, recovery, loop, summary. The only module that brings all
+rooms together."""
 
 import asyncio
 from collections.abc import Callable
@@ -69,14 +70,23 @@ def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     wanted = config.engine.max_model_len
     if wanted is not None and facts.max_context is not None and wanted > facts.max_context:
         raise UserError(
-            f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; set {facts.max_context} or less"
+            f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; "
+            f"set {facts.max_context} or less"
         )
     source = training_source(config)
     max_context = wanted or facts.max_context
     if max_context is None:
-        raise UserError(f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len")
+        raise UserError(
+            f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len"
+        )
     prompts = checked_prompts(config, source)
-    return Inputs(model_dir=model_dir, max_context=max_context, source=source, tokenizer=identify(load_tokenizer(model_dir)), prompts=prompts)
+    return Inputs(
+        model_dir=model_dir,
+        max_context=max_context,
+        source=source,
+        tokenizer=identify(load_tokenizer(model_dir)),
+        prompts=prompts,
+    )
 
 
 def training_source(config: RunConfig) -> PromptSource:
@@ -88,7 +98,13 @@ def training_source(config: RunConfig) -> PromptSource:
     environment, seed = config.environment, config.run.seed
     source = build_source(environment, seed, needs_answer(config.reward))
     held_out = held_out_prompts(environment, config.evaluation, seed, needs_answer(config.reward))
-    return plant_source(source, config.faults, held_out, digits=environment.digits if environment.type == "arithmetic" else None, seed=seed)
+    return plant_source(
+        source,
+        config.faults,
+        held_out,
+        digits=environment.digits if environment.type == "arithmetic" else None,
+        seed=seed,
+    )
 
 
 def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:
@@ -102,9 +118,10 @@ def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:
     check = check_prompts(source.draw(PromptCursor(), source.size)[0], held_out)
     if check.overlap > evaluation.max_overlap:
         raise UserError(
-            f"{check.overlapping} of {check.evaluation_prompts} held-out prompts are also training prompts ({check.exact} exactly, {check.by_ngrams} by a run "
-            f"of {NGRAM} words), for example {check.example!r}; expected a share of at most evaluation.max_overlap = {evaluation.max_overlap:g}: take them out "
-            "of the training prompts, or raise evaluation.max_overlap"
+            f"{check.overlapping} of {check.evaluation_prompts} held-out prompts are also training prompts "
+            f"({check.exact} exactly, {check.by_ngrams} by a run of {NGRAM} words), for example {check.example!r}; "
+            f"expected a share of at most evaluation.max_overlap = {evaluation.max_overlap:g}: take them out of the "
+            "training prompts, or raise evaluation.max_overlap"
         )
     return check
 
@@ -149,7 +166,9 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         with stop.installed():
             fleet = RayFleet(spec)
             try:
-                await within(fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start")
+                await within(
+                    fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start"
+                )
                 return await drive(config, run, inputs, fleet, reporter, stop.attach, sinks)
             finally:
                 ignore_signals()
@@ -182,18 +201,33 @@ async def drive(
     """
     run.summary.unlink(missing_ok=True)
     saved = latest_checkpoint(run.checkpoints)
-    policy = await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}") if saved else None
+    policy = (
+        await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}")
+        if saved
+        else None
+    )
     recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")
     start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
     run.weights.mkdir(exist_ok=True)
-    manifest = await within(fleet.trainer.publish(start), config.deadlines.checkpoint_s, f"the trainer to publish {start.key}")
-    expected = Expectation(tokenizer=inputs.tokenizer, engine=config.engine, sampling=config.sampling, weights=config.weights)
+    manifest = await within(
+        fleet.trainer.publish(start), config.deadlines.checkpoint_s, f"the trainer to publish {start.key}"
+    )
+    expected = Expectation(
+        tokenizer=inputs.tokenizer, engine=config.engine, sampling=config.sampling, weights=config.weights
+    )
     replicas = Replicas(fleet, config.deadlines, expected)
-    reporter.say(f"epoch {recovery.trainer_epoch}, version {start.version}: starting {config.engine.replicas} x {config.engine.type}")
+    reporter.say(
+        f"epoch {recovery.trainer_epoch}, version {start.version}: starting {config.engine.replicas} x "
+        f"{config.engine.type}"
+    )
     await replicas.start_all(manifest)
     await fleet.store.commit_version(LedgerEntry(policy=start, digest=manifest.digest))
     checkpoints = RunCheckpoints(
-        run=run, trainer=fleet.trainer, store=fleet.store, keep_last=config.trainer.checkpoint.keep_last, max_staleness=config.staleness.max_staleness
+        run=run,
+        trainer=fleet.trainer,
+        store=fleet.store,
+        keep_last=config.trainer.checkpoint.keep_last,
+        max_staleness=config.staleness.max_staleness,
     )
     loop = Loop(
         config=config,
@@ -224,18 +258,36 @@ def _fingerprints(run: RunDir) -> list[str]:
 
 
 async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
-    """Groups with tokens of a version that was published when the run ended, and that no replica's canary has confirmed, are not trained on."""
+    """Groups with tokens of a version that was published when the run ended, and that no replica's canary has
+    confirmed, are not trained on."""
     confirmed = {entry.policy for entry in recovery.ledger}
     unconfirmed = [header for header in recovery.ready if not header.policies <= confirmed]
-    await loop.book.reject(unconfirmed, RejectReason.ORPHANED_VERSION, "tokens of a version that the ledger never committed")
+    await loop.book.reject(
+        unconfirmed, RejectReason.ORPHANED_VERSION, "tokens of a version that the ledger never committed"
+    )
 
 
 async def _observe(
-    config: RunConfig, run: RunDir, fleet: Fleet, loop: Loop, checkpoints: RunCheckpoints, reporter: Reporter, signals: Signals, sinks: Sinks
+    config: RunConfig,
+    run: RunDir,
+    fleet: Fleet,
+    loop: Loop,
+    checkpoints: RunCheckpoints,
+    reporter: Reporter,
+    signals: Signals,
+    sinks: Sinks,
 ) -> dict[str, object]:
-    recorder, blocks, memory = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics), PeakMemory(fleet.processes)
+    recorder, blocks, memory = (
+        MetricsRecorder(run.metrics),
+        BlockRecorder(run.block_metrics),
+        PeakMemory(fleet.processes),
+    )
     histograms = HistogramRecorder(run.histograms, loop.accounts.distributions, loop.training.policy)
-    observing = _observing(run, loop, reporter, sinks, LiveSignals(config, loop, signals, memory)) if sinks.exporter or sinks.trackers else None
+    observing = (
+        _observing(run, loop, reporter, sinks, LiveSignals(config, loop, signals, memory))
+        if sinks.exporter or sinks.trackers
+        else None
+    )
 
     side_files = loop.book.side_files
 
@@ -283,7 +335,11 @@ async def _observe(
     if observing is not None:
         await observing.show()
     summary = signals.summary(memory, sinks.url)
-    with boundary(UserError, f"the training is done and checkpointed, but {run.path} cannot be completed (free space, then: concord resume {run.path})"):
+    with boundary(
+        UserError,
+        f"the training is done and checkpointed, but {run.path} cannot be completed (free space, then: concord resume "
+        f"{run.path})",
+    ):
         write_summary(run, summary)
         if loop.training.policy.version >= config.run.steps:
             export_model(Path(loop.training.manifest.location), run.export)

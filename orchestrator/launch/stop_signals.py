@@ -1,7 +1,9 @@
-"""Ctrl-C and SIGTERM: what they mean at each moment of a command. Owns the signal handlers; knows no Ray, no training and no engine.
+"""Ctrl-C and SIGTERM: what they mean at each moment of a command. Owns the signal handlers; knows no Ray, no training
+and no engine.
 
-Before the loop runs, a signal ends the command at once. While it runs, the first one asks it to end after its step, with a
-checkpoint; the second one, or the first one's deadline, ends it at once. While actors are being ended, signals are ignored: that has a deadline of its own.
+Before the loop runs, a signal ends the command at once. While it runs, the first one asks it to end after its step,
+with a checkpoint; the second one, or the first one's deadline, ends it at once. While actors are being ended, signals
+are ignored: that has a deadline of its own.
 """
 
 import asyncio
@@ -73,7 +75,8 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Handle signals for the length of the context by asking the run to stop, or by cancelling the task that entered it."""
+        """Handle signals for the length of the context by asking the run to stop, or by cancelling the task that
+        entered it."""
         events, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for number in STOP_SIGNALS:
             events.add_signal_handler(number, self._on_signal)

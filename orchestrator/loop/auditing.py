@@ -1,8 +1,9 @@
 """The audit loop: ready groups -> evidence and verdicts, one task a service actor.
 
-Consumes ready headers whose policies the ledger has committed; produces verdicts (mode `gate`: before the group may be trained on; mode `audit`: for a share,
-whenever there is time, and the estimator never hears of it); waits for the service. A service that dies or passes its deadline is replaced. It never reads a
-token: evidence goes from the service to the store, numbers come here.
+Consumes ready headers whose policies the ledger has committed; produces verdicts (mode `gate`: before the group may be
+trained on; mode `audit`: for a share, whenever there is time, and the estimator never hears of it); waits for the
+service. A service that dies or passes its deadline is replaced. It never reads a token: evidence goes from the service
+to the store, numbers come here.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ MAX_GROUPS = 16
 MAX_WAITING = 64
 """Groups that mode `audit` keeps waiting; the oldest beyond it are let go, and counted."""
 BASELINE_GROUPS = 4
-"""Groups of a replica without a baseline that mode `audit` keeps waiting besides its share: a sample to start from, not all that comes meanwhile."""
+"""Groups of a replica without a baseline that mode `audit` keeps waiting besides its share: a sample to start from, not
+all that comes meanwhile."""
 MAX_LOST = 3
 """Service actors in a row that may die or hang before the run ends with the reason."""
 
@@ -100,7 +102,14 @@ class Consistency:
         ledger: Iterable[PolicyVersion],
         fail_replica: Callable[[Replica, str], Awaitable[None]],
     ) -> None:
-        self._config, self._seed, self._fleet, self._book, self._replicas, self._baselines = config, seed, fleet, book, replicas, baselines
+        self._config, self._seed, self._fleet, self._book, self._replicas, self._baselines = (
+            config,
+            seed,
+            fleet,
+            book,
+            replicas,
+            baselines,
+        )
         self._ledger, self._fail_replica = set(ledger), fail_replica
         self._waiting: OrderedDict[str, GroupHeader] = OrderedDict()
         self._since: dict[str, float] = {}
@@ -112,9 +121,14 @@ class Consistency:
         self.take(book.pool.ready.values())
 
     def take(self, headers: Iterable[GroupHeader]) -> None:
-        """Groups became ready: choose those to audit. In mode `audit`, a share by a hash of the dispatch, and some of a replica without a baseline."""
+        """Groups became ready: choose those to audit. In mode `audit`, a share by a hash of the dispatch, and some of a
+        replica without a baseline."""
         for header in headers:
-            if self.gates or _share(self._seed, header.dispatch_id) < self._config.audit_fraction or self._wants_baseline(header.replica):
+            if (
+                self.gates
+                or _share(self._seed, header.dispatch_id) < self._config.audit_fraction
+                or self._wants_baseline(header.replica)
+            ):
                 self._waiting[header.dispatch_id] = header
                 self._since.setdefault(header.dispatch_id, time.monotonic())
         while not self.gates and len(self._waiting) > MAX_WAITING:
@@ -149,7 +163,11 @@ class Consistency:
     def source_of(self, batch: Sequence[GroupHeader]) -> OldLogprobSource:
         """Where the old log-probs of a step on `batch` come from: recomputed when all of it was scored."""
         audited = self._book.pool.audited
-        return OldLogprobSource.RECOMPUTED if self.gates and all(h.dispatch_id in audited for h in batch) else OldLogprobSource.ROLLOUT
+        return (
+            OldLogprobSource.RECOMPUTED
+            if self.gates and all(h.dispatch_id in audited for h in batch)
+            else OldLogprobSource.ROLLOUT
+        )
 
     async def step_taken(self, batch: Sequence[GroupHeader], source: OldLogprobSource, version: int) -> None:
         """A step begins on `batch`; one that `gate` lets go on without scores is an event."""
@@ -160,7 +178,8 @@ class Consistency:
             await self._book.store.record_event("consistency_degraded", {**fields})
 
     async def canary_failed(self, replica: Replica, policy: PolicyVersion, reason: str) -> None:
-        """A replica failed to take over `policy`. Where it answered the canary otherwise, its own gap at the start excluded, all of that is weight_sync."""
+        """A replica failed to take over `policy`. Where it answered the canary otherwise, its own gap at the start
+        excluded, all of that is weight_sync."""
         if replica.canary_gap_nats <= replica.tolerance_nats:
             return
         baseline, gap = self._baselines.get(replica.slot), replica.canary_gap_nats
@@ -218,7 +237,9 @@ class Consistency:
         kind = ANNOTATION_KIND if self.gates else EVIDENCE_KIND
         try:
             asked = port.audit(ids, self._context(batch), kind)
-            report = await within(asked, self._config.deadline_s, f"the consistency service to score {len(batch)} groups")
+            report = await within(
+                asked, self._config.deadline_s, f"the consistency service to score {len(batch)} groups"
+            )
         except ConcordError:
             self._waiting = OrderedDict({**{header.dispatch_id: header for header in batch}, **self._waiting})
             raise
@@ -281,12 +302,19 @@ class Consistency:
         self._book.ring()
 
     async def _note_lost_routing(self, gap: ReplicaGap) -> None:
-        """An event when a replica's routing evidence begins to have holes; what is missing is never a cause of a gap."""
+        """An event when a replica's routing evidence begins to have holes; what is missing is never a cause of a
+        gap."""
         before, now = self.sums.gaps.get(gap.replica), gap.routing
         whole_before = before is None or before.routing is None or before.routing.coverage == 1.0
         if now is not None and now.coverage < 1.0 and whole_before:
             codes = ",".join(finding.code for finding in gap.findings if finding.check is Check.ROUTING)
-            fields = {"replica": gap.replica, "policy": gap.newest.key, "coverage": now.coverage, "hollow_cells": now.hollow_cells, "codes": codes}
+            fields = {
+                "replica": gap.replica,
+                "policy": gap.newest.key,
+                "coverage": now.coverage,
+                "hollow_cells": now.hollow_cells,
+                "codes": codes,
+            }
             await self._book.store.record_event("routing_incomplete", {**fields})
 
     async def _take_gap(self, gap: ReplicaGap) -> None:
@@ -295,17 +323,29 @@ class Consistency:
         self._book.accounts.distributions.add("concord_audited_log_ratio_nats", gap.log_ratios, str(gap.replica))
         if self._baselines.get(gap.replica) is None and gap.num_tokens and math.isfinite(gap.k3):
             baseline = GapBaseline(
-                engine=gap.engine, replica=gap.replica, mean_abs=gap.mean_abs, k3=gap.k3, f2=gap.outside_factor_two, tokens=gap.num_tokens
+                engine=gap.engine,
+                replica=gap.replica,
+                mean_abs=gap.mean_abs,
+                k3=gap.k3,
+                f2=gap.outside_factor_two,
+                tokens=gap.num_tokens,
             )
             with self._book.side_files.spared("baseline.json"):
                 self._baselines.set(baseline)
             await self._book.side_files.tell()
-            fields = {"replica": gap.replica, "mean_abs_nats": gap.mean_abs, "k3_nats": gap.k3, "tokens": gap.num_tokens}
+            fields = {
+                "replica": gap.replica,
+                "mean_abs_nats": gap.mean_abs,
+                "k3_nats": gap.k3,
+                "tokens": gap.num_tokens,
+            }
             fields |= {"policy": gap.newest.key, "trainer_rounding_nats": gap.trainer_rounding}
             await self._book.store.record_event("consistency_baseline", {**fields})
         drift = self._drift.take(gap, self._replicas[gap.replica].incarnation) if math.isfinite(gap.mean_abs) else None
         if drift is not None:
-            await self._book.store.record_event("consistency_drift", {"replica": gap.replica, "policy": gap.newest.key, "detail": drift.detail})
+            await self._book.store.record_event(
+                "consistency_drift", {"replica": gap.replica, "policy": gap.newest.key, "detail": drift.detail}
+            )
         failed = [finding for finding in gap.findings if finding.severity is Severity.FAIL]
         if not failed and gap.attribution is None:
             return
@@ -321,7 +361,10 @@ class Consistency:
             **({} if gap.attribution is None else _parts(gap.attribution)),
         )
         if cause is Cause.WEIGHT_SYNC and failed:
-            await self._fail_replica(self._replicas[gap.replica], f"its log-probs are {gap.mean_abs:.3g} nats a token away from the trainer's: weight_sync")
+            await self._fail_replica(
+                self._replicas[gap.replica],
+                f"its log-probs are {gap.mean_abs:.3g} nats a token away from the trainer's: weight_sync",
+            )
 
 
 _CAUSES = {Check.STRUCTURE: Cause.TOKENIZER, Check.TOKENIZER: Cause.TOKENIZER, Check.VERSION: Cause.VERSION_TAG}
@@ -330,7 +373,10 @@ _CAUSES = {Check.STRUCTURE: Cause.TOKENIZER, Check.TOKENIZER: Cause.TOKENIZER, C
 
 def _parts(attribution: Attribution) -> dict[str, float]:
     """What each cause explains and what is left, as fields that add up to the gap."""
-    return {**{f"{cause}_nats": nats for cause, nats in attribution.parts}, f"{Cause.UNKNOWN}_nats": attribution.residual}
+    return {
+        **{f"{cause}_nats": nats for cause, nats in attribution.parts},
+        f"{Cause.UNKNOWN}_nats": attribution.residual,
+    }
 
 
 def _ending(group: GroupVerdict) -> Ending:

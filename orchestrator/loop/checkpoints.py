@@ -31,12 +31,17 @@ class RunCheckpoints:
         """Write the checkpoint of `policy`; its steps are final once it is complete."""
         await self._trainer.save(policy, self._run.checkpoint_of(policy))
         await self._store.settle(policy)
-        with boundary(UserError, f"{policy.key} is checkpointed, but older files of {self._run.path} cannot be removed (let them be, then resume)"):
+        with boundary(
+            UserError,
+            f"{policy.key} is checkpointed, but older files of {self._run.path} cannot be removed (let them be, then "
+            "resume)",
+        ):
             prune_checkpoints(self._run.checkpoints, self._keep_last)
 
     def prune(self, newest: PolicyVersion) -> None:
-        """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold, version 0, what is in use, and
-        what a saved step started from. To be called after every step, and after its checkpoint.
+        """Keep weights that something refers to: the last eta + 2 versions, those that a checkpoint's groups may hold,
+        version 0, what is in use, and what a saved step started from. To be called after every step, and after its
+        checkpoint.
 
         Raises:
             SideFileError: a saved step cannot be read, so what it started from is not known: all weights are kept.
@@ -47,7 +52,10 @@ class RunCheckpoints:
         for checkpoint in all_checkpoints(self._run.checkpoints):
             recent |= {PolicyVersion.parse(checkpoint.name).version - age for age in range(self._max_staleness + 1)}
         on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
-        prune_weights(self._run, {policy for policy in on_disk if policy.version in recent} | self.in_use() | self._in_saved_steps())
+        prune_weights(
+            self._run,
+            {policy for policy in on_disk if policy.version in recent} | self.in_use() | self._in_saved_steps(),
+        )
 
     def _in_saved_steps(self) -> set[PolicyVersion]:
         folder = self._run.saved_steps

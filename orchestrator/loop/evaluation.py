@@ -1,8 +1,9 @@
 """Periodic evaluation: a committed version -> a score with its fingerprint, as an event and as columns.
 
-Consumes ledger commits; asks the evaluation actor, which asks one serving replica beside its ordinary work. It waits for nobody, and two wait for it: the
-engines' first update, until version 0 is scored, which no engine holds afterwards (the trainer goes on meanwhile); and the end of a run, for its last score.
-An evaluation that fails is an event; the next one is due at its own time.
+Consumes ledger commits; asks the evaluation actor, which asks one serving replica beside its ordinary work. It waits
+for nobody, and two wait for it: the engines' first update, until version 0 is scored, which no engine holds afterwards
+(the trainer goes on meanwhile); and the end of a run, for its last score. An evaluation that fails is an event; the
+next one is due at its own time.
 """
 
 import asyncio
@@ -23,7 +24,12 @@ from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport
 from rollout.types.weights import PolicyVersion, WeightManifest
 
-NO_SCORE = {"eval_score": UNMEASURED, "eval_stderr": UNMEASURED, "eval_version": UNMEASURED, "eval_fingerprint_changed": 0.0}
+NO_SCORE = {
+    "eval_score": UNMEASURED,
+    "eval_stderr": UNMEASURED,
+    "eval_version": UNMEASURED,
+    "eval_fingerprint_changed": 0.0,
+}
 """Columns before the first evaluation, and of a run without any."""
 
 
@@ -39,8 +45,16 @@ class Score:
 class Evaluation:
     """Owns when what is evaluated."""
 
-    def __init__(self, *, config: EvaluationConfig, fleet: Fleet, replicas: Replicas, book: Book, publisher: Publisher) -> None:
-        self._config, self._fleet, self._replicas, self._book, self._publisher = config, fleet, replicas, book, publisher
+    def __init__(
+        self, *, config: EvaluationConfig, fleet: Fleet, replicas: Replicas, book: Book, publisher: Publisher
+    ) -> None:
+        self._config, self._fleet, self._replicas, self._book, self._publisher = (
+            config,
+            fleet,
+            replicas,
+            book,
+            publisher,
+        )
         self._bell = asyncio.Event()
         self._due = publisher.committed.policy.version
         self._asked = 0
@@ -53,7 +67,8 @@ class Evaluation:
         self.newest: Score | None = None
         self._fingerprint: str | None = None
         self.changes = 0
-        """How often, since the run began, the configuration of an evaluation was another than that of the one before."""
+        """How often, since the run began, the configuration of an evaluation was another than that of the one
+        before."""
         self.tokens = 0
         """Sampled by the engines for finished prompts of evaluations."""
         self.seconds = 0.0
@@ -61,7 +76,8 @@ class Evaluation:
         self.on_score: Callable[[], Awaitable[None]] = _nothing
 
     def goes_on(self, fingerprints: Sequence[str]) -> None:
-        """The run had these scores before this loop, in order: a configuration that a resume changes starts a series of its own, too."""
+        """The run had these scores before this loop, in order: a configuration that a resume changes starts a series of
+        its own, too."""
         for fingerprint in fingerprints:
             self._under(fingerprint)
 
@@ -74,7 +90,8 @@ class Evaluation:
         self._bell.set()
 
     async def version_0_is_scored(self) -> None:
-        """Return once it is, or cannot be: its evaluation failed, or has taken `evaluation.deadline_s`. At once in a run that goes on from a checkpoint."""
+        """Return once it is, or cannot be: its evaluation failed, or has taken `evaluation.deadline_s`. At once in a
+        run that goes on from a checkpoint."""
         if not self._first_is_over.is_set():
             self._book.progress.waits("publication", "the evaluation of version 0")
             with suppress(TimeoutError):  # what happened to it is told where it ends
@@ -89,7 +106,12 @@ class Evaluation:
         if newest is None:
             return NO_SCORE
         changes = float(self.changes)
-        return {"eval_score": newest.score, "eval_stderr": newest.stderr, "eval_version": float(newest.version), "eval_fingerprint_changed": changes}
+        return {
+            "eval_score": newest.score,
+            "eval_stderr": newest.stderr,
+            "eval_version": float(newest.version),
+            "eval_fingerprint_changed": changes,
+        }
 
     def configuration(self) -> str:
         """Label of the configuration in force: scores of two configurations are two series."""
@@ -110,32 +132,45 @@ class Evaluation:
                 if port is not None:
                     await port.kill()
                     port = None
-                await self._book.store.record_event("evaluation_failed", {"version": asked.policy.version, "reason": str(error)})
+                await self._book.store.record_event(
+                    "evaluation_failed", {"version": asked.policy.version, "reason": str(error)}
+                )
             self._passed(asked.policy.version)
 
     async def last(self, policy: PolicyVersion, stop: asyncio.Event) -> None:
-        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond `stop`. One that it has counts."""
+        """Training has ended with `policy`: wait for its score, for as long as one evaluation may take, and not beyond
+        `stop`. One that it has counts."""
         if self._scored_whole == policy.version:
             return
         self._final = policy
         self._bell.set()
         finished, stopped = asyncio.ensure_future(self._finished.wait()), asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait((finished, stopped), timeout=self._config.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (finished, stopped), timeout=self._config.deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             finished.cancel()
             stopped.cancel()
         if not self._finished.is_set():
-            reason = "the run was stopped" if stop.is_set() else f"no score after evaluation.deadline_s = {self._config.deadline_s:g}"
+            reason = (
+                "the run was stopped"
+                if stop.is_set()
+                else f"no score after evaluation.deadline_s = {self._config.deadline_s:g}"
+            )
             await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": reason})
 
     async def _until_due(self) -> None:
-        while not self._is_due(self._publisher.committed.policy) or not self._replicas.serving(self._publisher.committed.policy):
+        while not self._is_due(self._publisher.committed.policy) or not self._replicas.serving(
+            self._publisher.committed.policy
+        ):
             self._bell.clear()
             await self._bell.wait()
 
     async def _evaluate(self, port: EvaluatorPort, asked: WeightManifest) -> None:
-        replica = min(self._replicas.serving(self._publisher.committed.policy), key=lambda one: one.assigned, default=None)
+        replica = min(
+            self._replicas.serving(self._publisher.committed.policy), key=lambda one: one.assigned, default=None
+        )
         if replica is None:
             raise ConcordError(f"no engine replica serves {asked.policy.key} any more")
         self._asked += 1
@@ -150,7 +185,9 @@ class Evaluation:
         await self._take(report, asked, replica)
 
     def _is_due(self, policy: PolicyVersion) -> bool:
-        return not self._finished.is_set() and (policy.version >= self._due or (self._final is not None and policy.version >= self._final.version))
+        return not self._finished.is_set() and (
+            policy.version >= self._due or (self._final is not None and policy.version >= self._final.version)
+        )
 
     def _passed(self, version: int) -> None:
         every = self._config.every_steps
@@ -162,7 +199,9 @@ class Evaluation:
     async def _take(self, report: EvaluationReport, asked: WeightManifest, replica: Replica) -> None:
         if report.score is None:
             reason = f"none of {report.failed} prompts was finished; the first: {report.failure}"
-            await self._book.store.record_event("evaluation_failed", {"version": asked.policy.version, "reason": reason})
+            await self._book.store.record_event(
+                "evaluation_failed", {"version": asked.policy.version, "reason": reason}
+            )
             return
         newest, mixed = report.policies[-1], len(report.policies) > 1
         if not mixed:
@@ -197,7 +236,8 @@ async def _nothing() -> None:
 
 
 async def _scored(port: EvaluatorPort, replica: Replica, policy: PolicyVersion, label: str) -> EvaluationReport:
-    """The evaluation learns its engine when it asks: replicas that start never wait for it, and do not fail when it is gone."""
+    """The evaluation learns its engine when it asks: replicas that start never wait for it, and do not fail when it is
+    gone."""
     if replica.port is None or replica.tag is None:
         raise ConcordError(f"engine replica {replica.slot} has no process; it is being restarted")
     await port.connect(replica.slot, replica.port, replica.tag)

@@ -1,4 +1,5 @@
-"""Watches each replica's gap over the versions: one that grows while every single audit still passes. It knows numbers, never the service."""
+"""Watches each replica's gap over the versions: one that grows while every single audit still passes. It knows numbers,
+never the service."""
 
 from collections import OrderedDict
 
@@ -21,7 +22,8 @@ class GapDrift:
         self._told: set[int] = set()
 
     def take(self, gap: ReplicaGap, incarnation: int) -> Finding | None:
-        """Note an audit; the finding when a drift begins. Audits of one version count as one reading, by their tokens; a new incarnation starts anew."""
+        """Note an audit; the finding when a drift begins. Audits of one version count as one reading, by their tokens;
+        a new incarnation starts anew."""
         if not gap.num_tokens:
             return None
         if self._incarnations.get(gap.replica) != incarnation:

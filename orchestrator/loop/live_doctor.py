@@ -1,7 +1,8 @@
-"""The doctor inside the loop: the rules of `orchestrator.doctor` over rows and events, every few steps, in a task of its own.
+"""The doctor inside the loop: the rules of `orchestrator.doctor` over rows and events, every few steps, in a task of
+its own.
 
-Consumes metric rows and run events; produces `concord_diagnosis` and `concord_diagnosis_primary`, and an event when the primary finding changes. It never
-touches the training.
+Consumes metric rows and run events; produces `concord_diagnosis` and `concord_diagnosis_primary`, and an event when the
+primary finding changes. It never touches the training.
 """
 
 import asyncio
@@ -32,7 +33,15 @@ MAX_EVENTS = 500
 """Newest events of each kind that are kept: a frequent kind displaces no rare one."""
 OF_INTEREST = frozenset(
     (
-        *("evaluation", "prompts_checked", "step_skipped", "gradloc", "consistency_finding", "consistency_drift", "routing_incomplete"),
+        *(
+            "evaluation",
+            "prompts_checked",
+            "step_skipped",
+            "gradloc",
+            "consistency_finding",
+            "consistency_drift",
+            "routing_incomplete",
+        ),
         *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost"),
     )
 )
@@ -45,7 +54,9 @@ Fields = Mapping[str, str | int | float | bool | None]
 class LiveDoctor:
     """Of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
 
-    def __init__(self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]) -> None:
+    def __init__(
+        self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]
+    ) -> None:
         self._record_event = record_event
         self._first: list[Row] = []
         self._marked: list[Row] = []
@@ -61,13 +72,17 @@ class LiveDoctor:
         """The newest; None before the first."""
 
     def numbers(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """The newest diagnosis by metric and label values; nothing once the rules have failed, since what they said is old then."""
+        """The newest diagnosis by metric and label values; nothing once the rules have failed, since what they said is
+        old then."""
         if self._broken:
             return {}
         primary = None if self.diagnosis is None else self.diagnosis.primary
         cause = NO_CAUSE if primary is None else primary.cause.value
         return {
-            "concord_diagnosis": {(str(layer),): 0.0 if self.diagnosis is None else float(self.diagnosis.worst_rank(layer)) for layer in LAYERS},
+            "concord_diagnosis": {
+                (str(layer),): 0.0 if self.diagnosis is None else float(self.diagnosis.worst_rank(layer))
+                for layer in LAYERS
+            },
             "concord_diagnosis_primary": {(each,): float(each == cause) for each in PRIMARY_CAUSES},
         }
 
@@ -82,7 +97,11 @@ class LiveDoctor:
     def step(self, row: Mapping[str, float], counts: Counts, blocks: list[BlockValue]) -> None:
         """A step ended."""
         step = int(row["step"])
-        tally = {f"{end}:{reason}": float(n) for end, each in (("failed", counts.failed), ("rejected", counts.rejected)) for reason, n in each}
+        tally = {
+            f"{end}:{reason}": float(n)
+            for end, each in (("failed", counts.failed), ("rejected", counts.rejected))
+            for reason, n in each
+        }
         self._newest.append((row, tally))
         if len(self._newest) > MAX_ROWS:
             self._let_go(self._newest.popleft())
@@ -112,7 +131,8 @@ class LiveDoctor:
             await self.look()
 
     async def look(self) -> None:
-        """Diagnose now, and tell a primary finding that is another than before. Trouble here is told once, and never ends the training."""
+        """Diagnose now, and tell a primary finding that is another than before. Trouble here is told once, and never
+        ends the training."""
         self._bell.clear()
         if not self._newest or self._broken:
             return
@@ -120,20 +140,31 @@ class LiveDoctor:
             with boundary(ConcordError, "diagnosing"):
                 events = [event for _, event in merge(*self._events.values(), key=itemgetter(0))]
                 rows = (*self._first, *self._marked, *self._newest)
-                record = record_of_rows([row for row, _ in rows], tallies=[tally for _, tally in rows], events=events, blocks=self._blocks)
+                record = record_of_rows(
+                    [row for row, _ in rows], tallies=[tally for _, tally in rows], events=events, blocks=self._blocks
+                )
                 self.diagnosis = diagnose(record)
-                self._marks = {finding.since for finding in self.diagnosis.findings} | {line.steps[0] for line in lines(record)[-1:]}
+                self._marks = {finding.since for finding in self.diagnosis.findings} | {
+                    line.steps[0] for line in lines(record)[-1:]
+                }
                 self._marked = [row for row in self._marked if self._is_marked(row)]
         except ConcordError as error:
             self._broken = True
             await self._record_event("doctor_failed", {"reason": str(error)})
             return
         before, self._primary = self._primary, self.diagnosis.primary
-        if (before is None) != (self._primary is None) or (before is not None and self._primary is not None and before.cause != self._primary.cause):
+        if (before is None) != (self._primary is None) or (
+            before is not None and self._primary is not None and before.cause != self._primary.cause
+        ):
             await self._record_event("diagnosis", {**_told(self._primary), "step": self.diagnosis.last_step})
 
 
 def _told(primary: Finding | None) -> dict[str, str | int | float | bool | None]:
     if primary is None:
         return {"cause": None, "diagnosis_layer": 0, "severity": None, "summary": "nothing worse than info"}
-    return {"cause": primary.cause.value, "diagnosis_layer": primary.layer, "severity": primary.severity.value, "summary": primary.summary}
+    return {
+        "cause": primary.cause.value,
+        "diagnosis_layer": primary.layer,
+        "severity": primary.severity.value,
+        "summary": primary.summary,
+    }

@@ -1,20 +1,23 @@
 """The asynchronous loop: one, for every eta.
 
-    prompts -> admission -> [episode workers: engine, reward, store] -> collection -> gate -> training -> publication -> engines
+    prompts -> admission -> [episode workers: engine, reward, store] -> collection -> gate -> training
+    -> publication -> engines
 
-* admission consumes capacity and prompts (re-admitted ones first); produces durable dispatches; waits for capacity; unblocked by a
-  ledger commit, by a dispatch that ends, by a replica that begins to serve.
+* admission consumes capacity and prompts (re-admitted ones first); produces durable dispatches; waits for capacity;
+  unblocked by a ledger commit, by a dispatch that ends, by a replica that begins to serve.
 * collection (one per episode worker) consumes what came back; produces ready headers or endings; waits for its worker.
-* training consumes a batch that the gate lets through; produces a step, its commit record and published weights; waits for ready groups;
-  unblocked by collection and by ledger commits.
+* training consumes a batch that the gate lets through; produces a step, its commit record and published weights; waits
+  for ready groups; unblocked by collection and by ledger commits.
 * publication consumes the newest weights; produces a committed version; waits for engines.
-* consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that let groups through; waits for
-  the service; unblocked by collection and by ledger commits.
+* consistency (one per service actor) consumes ready headers; produces evidence, and in mode `gate` the verdicts that
+  let groups through; waits for the service; unblocked by collection and by ledger commits.
 * supervision checks replicas and restarts what failed.
-* evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; the engines' first update waits for that of version 0.
+* evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; the engines'
+  first update waits for that of version 0.
 * the doctor reads rows and events every few steps and says what is wrong.
 
-None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them and owns their tasks.
+None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module wires them
+and owns their tasks.
 """
 
 import asyncio
@@ -96,7 +99,13 @@ class Loop:
             group_size=config.run.group_size,
             submit_deadline_s=config.deadlines.store_s,
         )
-        self.collection = Collection(fleet=fleet, replicas=replicas, book=self.book, admission=self.admission, max_attempts=config.episodes.max_attempts)
+        self.collection = Collection(
+            fleet=fleet,
+            replicas=replicas,
+            book=self.book,
+            admission=self.admission,
+            max_attempts=config.episodes.max_attempts,
+        )
         self.collection.check_engines = self.supervision.check
         self.consistency = None if baselines is None else self._consistency(config, baselines, opening)
         self.training = Training(
@@ -143,7 +152,13 @@ class Loop:
         return consistency
 
     def _evaluation(self, config: RunConfig) -> Evaluation:
-        evaluation = Evaluation(config=config.evaluation, fleet=self._fleet, replicas=self.replicas, book=self.book, publisher=self.publisher)
+        evaluation = Evaluation(
+            config=config.evaluation,
+            fleet=self._fleet,
+            replicas=self.replicas,
+            book=self.book,
+            publisher=self.publisher,
+        )
         self.publisher.ready_to_apply = evaluation.version_0_is_scored
         self.supervision.on_serving = evaluation.ring
         return evaluation
@@ -173,7 +188,9 @@ class Loop:
                 self._spawn(self.publisher.run(), "publication")
                 self._spawn(self.supervision.run(), "supervision")
                 self._spawn(self.doctor.run(), "doctor")
-                stall_watch = self._spawn(watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch")
+                stall_watch = self._spawn(
+                    watch_for_stall(self.progress, config.deadlines.stall_s, self._fleet.dump_stacks), "stall watch"
+                )
                 for index in range(config.episodes.workers):
                     self._spawn(self.collection.run(index), f"collection {index}")
                 if self.consistency is not None:
@@ -208,7 +225,9 @@ class Loop:
     async def _committed(self, reports: list[ApplyReport]) -> None:
         self.accounts.weight_updates += 1
         self.accounts.pauses.extend(report.pause_s for report in reports)
-        self.accounts.distributions.observe_all("concord_weight_update_pause_seconds", (report.pause_s for report in reports))
+        self.accounts.distributions.observe_all(
+            "concord_weight_update_pause_seconds", (report.pause_s for report in reports)
+        )
         if self.consistency is not None:
             self.consistency.committed(self.publisher.committed.policy)
         if self.evaluation is not None:
@@ -226,7 +245,11 @@ class Loop:
 
 
 def _window(config: RunConfig) -> Window:
-    return Window(max_staleness=config.staleness.max_staleness, batch_groups=config.run.batch_groups, max_concurrent=config.max_concurrent_groups)
+    return Window(
+        max_staleness=config.staleness.max_staleness,
+        batch_groups=config.run.batch_groups,
+        max_concurrent=config.max_concurrent_groups,
+    )
 
 
 def _gate(config: RunConfig, *, audited_only: bool) -> Gate:

@@ -1,4 +1,5 @@
-"""The store as the driver sees it, with the seconds from each call to its answer: actor, disk and the driver's own event loop together."""
+"""The store as the driver sees it, with the seconds from each call to its answer: actor, disk and the driver's own
+event loop together."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +15,8 @@ T = TypeVar("T")
 
 
 class MeasuredStore:
-    """Hands everything on to `store`; `observe` is told (call, seconds) of those calls that the loop makes while it runs."""
+    """Hands everything on to `store`; `observe` is told (call, seconds) of those calls that the loop makes while it
+    runs."""
 
     def __init__(self, store: Store, observe: Callable[[str, float], None]) -> None:
         self._store, self._observe = store, observe

@@ -1,4 +1,5 @@
-"""Replicas are watched and replaced: a failing one is killed, its tainted groups are rejected, and a new incarnation starts."""
+"""Replicas are watched and replaced: a failing one is killed, its tainted groups are rejected, and a new incarnation
+starts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,7 +19,14 @@ MAX_FAILED_STARTS = 3
 class Supervision:
     """Owns the restarts of engine replicas."""
 
-    def __init__(self, *, replicas: Replicas, book: Book, deadlines: DeadlinesConfig, spawn: Callable[[Coroutine[None, None, None], str], object]) -> None:
+    def __init__(
+        self,
+        *,
+        replicas: Replicas,
+        book: Book,
+        deadlines: DeadlinesConfig,
+        spawn: Callable[[Coroutine[None, None, None], str], object],
+    ) -> None:
         self._replicas = replicas
         self._book = book
         self._deadlines = deadlines
@@ -46,7 +54,9 @@ class Supervision:
         if suspects and self.on_tainted is not None:
             await self.on_tainted(replica, suspects[-1], reason)
         await self._replicas.retire(replica, suspects)
-        await self._book.store.record_event("replica_failed", {"replica": replica.slot, "incarnation": replica.incarnation, "reason": reason})
+        await self._book.store.record_event(
+            "replica_failed", {"replica": replica.slot, "incarnation": replica.incarnation, "reason": reason}
+        )
         tainted = [h for h in self._book.pool.ready.values() if self._book.is_tainted(h)]
         await self._book.reject(tainted, RejectReason.CANARY, reason)
         self._spawn(self._restart(replica), f"restart of replica {replica.slot}")
@@ -59,12 +69,19 @@ class Supervision:
                 await self.publisher.restart(replica)
             except ConcordError as error:
                 await self._replicas.retire(replica)
-                await self._book.store.record_event("replica_start_failed", {"replica": replica.slot, "attempt": attempt, "reason": str(error)})
+                await self._book.store.record_event(
+                    "replica_start_failed", {"replica": replica.slot, "attempt": attempt, "reason": str(error)}
+                )
                 if attempt == MAX_FAILED_STARTS:
                     raise
                 continue
             await self._book.store.record_event(
-                "replica_restarted", {"replica": replica.slot, "incarnation": replica.incarnation, "policy": self.publisher.committed.policy.key}
+                "replica_restarted",
+                {
+                    "replica": replica.slot,
+                    "incarnation": replica.incarnation,
+                    "policy": self.publisher.committed.policy.key,
+                },
             )
             self._book.ring()
             self.on_serving()

@@ -1,7 +1,8 @@
 """The training loop: batch -> step -> commit record -> published weights -> (sometimes) checkpoint.
 
-Consumes what the gate lets through; produces versions. Waits for ready groups only: engines apply weights while the next step runs. With a GPU transport
-it also waits until the engines have the weights, before the next step changes them.
+Consumes what the gate lets through; produces versions. Waits for ready groups only: engines apply weights while the
+next step runs. With a GPU transport it also waits until the engines have the weights, before the next step changes
+them.
 """
 
 import asyncio
@@ -116,8 +117,9 @@ class Training:
             skipped_in_a_row = 0 if done else skipped_in_a_row + 1
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise ConcordError(
-                    f"{skipped_in_a_row} steps in a row were not applied, the last one for a {self._why_skipped}; the policy is beyond repair, or the gradient "
-                    "search takes ordinary steps for spikes: resume from an earlier checkpoint with a lower learning rate, or raise trainer.gradloc.threshold"
+                    f"{skipped_in_a_row} steps in a row were not applied, the last one for a {self._why_skipped}; the "
+                    "policy is beyond repair, or the gradient search takes ordinary steps for spikes: resume from an "
+                    "earlier checkpoint with a lower learning rate, or raise trainer.gradloc.threshold"
                 )
             if done is None:
                 continue
@@ -136,7 +138,11 @@ class Training:
         while not stop.is_set():
             selection = self._gate.select(book.pool, self.policy.version, self._publisher.committed.policy.version)
             if selection.stale:
-                await book.reject(selection.stale, RejectReason.STALE, f"older than {self._gate.max_staleness} steps at trainer version {self.policy.version}")
+                await book.reject(
+                    selection.stale,
+                    RejectReason.STALE,
+                    f"older than {self._gate.max_staleness} steps at trainer version {self.policy.version}",
+                )
                 continue
             if selection.batch:
                 book.progress.waits("training", "")
@@ -149,12 +155,18 @@ class Training:
     async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> StepDone | None:
         book, begun = self._book, time.monotonic()
         source = OldLogprobSource.ROLLOUT if self._consistency is None else self._consistency.source_of(batch)
-        request = StepRequest(policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor(), old_logprobs=source)
+        request = StepRequest(
+            policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor(), old_logprobs=source
+        )
         if self._consistency is not None:
             await self._consistency.step_taken(batch, source, request.policy.version)
         ids = [header.dispatch_id for header in batch]
         book.leave(ids)
-        report = await within(self._trainer.step(book.epoch, ids, request), self._deadlines.step_s, f"the trainer to finish step {request.policy.version}")
+        report = await within(
+            self._trainer.step(book.epoch, ids, request),
+            self._deadlines.step_s,
+            f"the trainer to finish step {request.policy.version}",
+        )
         phases.train_s = time.monotonic() - begun
         await self._tell_planted(report)
         await self._searched(request.policy, report)
@@ -175,25 +187,37 @@ class Training:
         return StepDone(report=report, facts=facts, phases=phases)
 
     async def _searched(self, policy: PolicyVersion, report: StepReport) -> None:
-        """The step's gradient was searched: keep what was found, and let no later lease train on what is quarantined."""
+        """The step's gradient was searched: keep what was found, and let no later lease train on what is
+        quarantined."""
         if report.gradloc is None:
             return
         store = self._book.store
         found = self.searches.keep(policy, report.gradloc, report.saved)
         await store.record_event("gradloc", found | {"removed": ", ".join(report.saves_removed)})
         for group in report.quarantined:
-            await store.annotate([Annotation(dispatch_id=group.dispatch_id, kind=ANNOTATION_KIND, payload=group.verdict)])
+            await store.annotate(
+                [Annotation(dispatch_id=group.dispatch_id, kind=ANNOTATION_KIND, payload=group.verdict)]
+            )
             for trajectory_id in group.trajectory_ids:
-                await store.record_event("gradloc_quarantined", {"step": policy.version, "trajectory_id": trajectory_id})
+                await store.record_event(
+                    "gradloc_quarantined", {"step": policy.version, "trajectory_id": trajectory_id}
+                )
 
     async def _skipped(self, ids: Sequence[str], policy: PolicyVersion, report: StepReport) -> None:
         self.skipped += 1
         self._why_skipped = report.skipped
-        fields = {"step": policy.version, "reason": report.skipped, "saved": report.saved, "removed": ", ".join(report.saves_removed)}
+        fields = {
+            "step": policy.version,
+            "reason": report.skipped,
+            "saved": report.saved,
+            "removed": ", ".join(report.saves_removed),
+        }
         await self._book.store.record_event("step_skipped", {**fields})
         spike = report.gradloc is not None and report.gradloc.acted is Acted.SKIPPED and math.isfinite(report.grad_norm)
         reason = RejectReason.GRADIENT_SPIKE if spike else RejectReason.NON_FINITE
-        await self._book.end_leased([Ending(dispatch_id=i, reason=reason, detail=report.skipped, readmit=False) for i in ids])
+        await self._book.end_leased(
+            [Ending(dispatch_id=i, reason=reason, detail=report.skipped, readmit=False) for i in ids]
+        )
 
     async def _tell_planted(self, report: StepReport) -> None:
         """What was planted into the step's gradient, so that what is found can be held against it."""
@@ -206,7 +230,9 @@ class Training:
         return max(0, self.policy.version - self._gate.max_staleness)
 
     async def _publish(self, policy: PolicyVersion) -> WeightManifest:
-        return await within(self._trainer.publish(policy), self._deadlines.checkpoint_s, f"the trainer to publish {policy.key}")
+        return await within(
+            self._trainer.publish(policy), self._deadlines.checkpoint_s, f"the trainer to publish {policy.key}"
+        )
 
     async def _transferred(self) -> None:
         progress = self._book.progress
@@ -228,13 +254,22 @@ class Training:
         )
         book.trained(request.policy.version, len(trained))
         book.counts = await within(
-            book.store.acknowledge(commit), self._deadlines.store_s, f"the store to write the commit record of step {request.policy.version}"
+            book.store.acknowledge(commit),
+            self._deadlines.store_s,
+            f"the store to write the commit record of step {request.policy.version}",
         )
-        await book.end_leased([_untrained(header.dispatch_id, quarantined=header.dispatch_id in report.quarantined_groups) for header in empty])
+        await book.end_leased(
+            [
+                _untrained(header.dispatch_id, quarantined=header.dispatch_id in report.quarantined_groups)
+                for header in empty
+            ]
+        )
         book.ring()
 
     async def _checkpoint(self) -> None:
-        await within(self._checkpoints.save(self.policy), self._deadlines.checkpoint_s, f"the checkpoint of {self.policy.key}")
+        await within(
+            self._checkpoints.save(self.policy), self._deadlines.checkpoint_s, f"the checkpoint of {self.policy.key}"
+        )
         self._saved = self.policy
 
 

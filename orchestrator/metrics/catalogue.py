@@ -1,7 +1,7 @@
 """The catalogue of signals: every name once, with type, unit, help, labels and the layer of diagnosis it belongs to.
 
-Values ride on reports and are reduced once a step; nothing is drawn or exported that is not declared here. The entries stand in
-`orchestrator.metrics.learning`, `orchestrator.metrics.consistency` and `orchestrator.metrics.system`.
+Values ride on reports and are reduced once a step; nothing is drawn or exported that is not declared here. The entries
+stand in `orchestrator.metrics.learning`, `orchestrator.metrics.consistency` and `orchestrator.metrics.system`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,13 @@ COLUMNS: tuple[str, ...] = tuple(metric.column for metric in ROW_METRICS)
 
 def sizes_of(config: RunConfig, *, blocks: int, heads: int) -> dict[Extent, int]:
     """How large the sets of label values are in a run, at most."""
-    roles = (config.reward_workers.workers, config.trainer.ranks, config.engine.replicas, config.episodes.workers, config.consistency.workers)
+    roles = (
+        config.reward_workers.workers,
+        config.trainer.ranks,
+        config.engine.replicas,
+        config.episodes.workers,
+        config.consistency.workers,
+    )
     return {
         Extent.REPLICAS: config.engine.replicas,
         Extent.ACTORS: 2 + sum(roles) + (config.evaluation.every_steps > 0),

@@ -24,21 +24,26 @@ class Cause(StrEnum):
     LENGTH_GROWTH = "length_growth"
     """Answers grow, and too few evaluations say whether for the better."""
     EASY_PROMPTS = "easy_prompts"
-    """The trained prompts are solved by nearly every sample, those of the evaluation are not: nothing is left to learn from."""
+    """The trained prompts are solved by nearly every sample, those of the evaluation are not: nothing is left to learn
+    from."""
     HARD_PROMPTS = "hard_prompts"
     """Nearly no sample of a trained prompt is right: nothing can be learned."""
     WRONG_DIFFICULTY = "wrong_difficulty"
-    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the reward does not rise, else `info`."""
+    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the
+    reward does not rise, else `info`."""
     FLAT_REWARD = "flat_reward"
-    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers apart."""
+    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers
+    apart."""
     GROUPS_ALIKE = "groups_alike"
-    """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a batch."""
+    """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a
+    batch."""
     REWARD_DETACHED = "reward_detached"
     """The training reward rises and the evaluation does not."""
     SOLVED = "solved"
     """Entropy falls because most groups are solved: what learning looks like near its end."""
     POLICY_COLLAPSE = "policy_collapse"
-    """KL rises and entropy falls together (`info` while the reward rises with it), or the reward is lost in a leap of KL: the policy moves too far a step."""
+    """KL rises and entropy falls together (`info` while the reward rises with it), or the reward is lost in a leap of
+    KL: the policy moves too far a step."""
     NON_FINITE = "non_finite"
     """A loss, gradient or parameter is not finite."""
     BLOCK_IMBALANCE = "block_imbalance"
@@ -91,15 +96,14 @@ FIRST_OF_LAYER: tuple[tuple[Cause, int], ...] = (
     (Cause.NON_FINITE, 3),
     (Cause.TOKENIZER, 4),
 )
-"""Layers of diagnosis are stretches of the causal order: 1 data and reward, 2 policy, 3 numerical updates, 4 training system."""
+"""Layers of diagnosis are stretches of the causal order: 1 data and reward, 2 policy, 3 numerical updates, 4 training
+system."""
 RANK: Mapping[Cause, int] = {cause: place for place, cause in enumerate(Cause)}
-LAYER: Mapping[Cause, int] = {cause: max(layer for first, layer in FIRST_OF_LAYER if RANK[first] <= RANK[cause]) for cause in Cause}
+LAYER: Mapping[Cause, int] = {
+    cause: max(layer for first, layer in FIRST_OF_LAYER if RANK[first] <= RANK[cause]) for cause in Cause
+}
 DISAGREEMENT: frozenset[Cause] = frozenset(
     cause for cause in Cause if RANK[Cause.TOKENIZER] <= RANK[cause] <= RANK[Cause.GAP_DRIFT]
 )
-"""Causes under which engine and trainer do not compute the same: KL, entropy and ratios then say nothing of the policy."""
-
-
-
-
-
+"""Causes under which engine and trainer do not compute the same: KL, entropy and ratios then say nothing of the
+policy."""

@@ -1,4 +1,5 @@
-"""The histograms of one driver's life, in bounded memory: counts by bucket of declared signals. Knows the catalogue, and no source of values."""
+"""The histograms of one driver's life, in bounded memory: counts by bucket of declared signals. Knows the catalogue,
+and no source of values."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,9 @@ class Distributions:
     """Observing is a search in a short list; a value that came reduced is added as it is."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, dict[LabelValues, list[int]]] = {m.name: {} for m in DECLARED.values() if m.type is MetricType.HISTOGRAM}
+        self._counts: dict[str, dict[LabelValues, list[int]]] = {
+            m.name: {} for m in DECLARED.values() if m.type is MetricType.HISTOGRAM
+        }
         self._totals: dict[tuple[str, LabelValues], float] = {}
         for name in self._counts:
             self.begin(name, combinations(DECLARED[name], {}))
@@ -64,5 +67,6 @@ class Distributions:
 
 
 def combinations(metric: Metric, known: Mapping[str, Iterable[str]]) -> list[LabelValues]:
-    """Every series that `metric` may have where its labels' values are declared or `known` by label name; none where one is neither."""
+    """Every series that `metric` may have where its labels' values are declared or `known` by label name; none where
+    one is neither."""
     return list(product(*(label.values or tuple(known.get(label.name, ())) for label in metric.labels)))

@@ -1,4 +1,5 @@
-"""The values of all signals at one moment: immutable, so that a scrape may read them in its own thread while the loop goes on."""
+"""The values of all signals at one moment: immutable, so that a scrape may read them in its own thread while the loop
+goes on."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,10 +39,16 @@ EMPTY = Snapshot(numbers={}, distributions={})
 def _check(name: str, series: Iterable[LabelValues], *, histogram: bool) -> None:
     metric = DECLARED.get(name)
     if metric is None or (metric.type is MetricType.HISTOGRAM) != histogram:
-        raise ConcordError(f"got values of {name}, which is not declared{'' if metric is None else ' as such'}; declare metrics in orchestrator/metrics")
+        raise ConcordError(
+            f"got values of {name}, which is not declared{'' if metric is None else ' as such'}; declare metrics in "
+            "orchestrator/metrics"
+        )
     for labels in series:
         if len(labels) != len(metric.labels) or not _fit(metric, labels):
-            raise ConcordError(f"got {name} with label values {labels}; declared are {[(label.name, label.values or label.extent) for label in metric.labels]}")
+            raise ConcordError(
+                f"got {name} with label values {labels}; declared are "
+                f"{[(label.name, label.values or label.extent) for label in metric.labels]}"
+            )
 
 
 def _fit(metric: Metric, labels: LabelValues) -> bool:

@@ -1,4 +1,5 @@
-"""What a declared signal is: type, unit, labels, buckets, and how many series it may have at most. It knows no particular signal."""
+"""What a declared signal is: type, unit, labels, buckets, and how many series it may have at most. It knows no
+particular signal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ class Extent(StrEnum):
 
 
 MAX_REWARD_PARTS = 16
-"""Names of reward parts that are told apart; the reward function chooses them, so what comes later is summed up as `other`."""
+"""Names of reward parts that are told apart; the reward function chooses them, so what comes later is summed up as
+`other`."""
 UNMEASURED = -1.0
 """In a row: nothing was measured."""
 OTHER = "other"
@@ -72,7 +74,10 @@ class Metric:
         if (self.type is MetricType.COUNTER) != self.name.endswith("_total"):
             raise ValueError(f"{self.name} is a {self.type}; `_total` ends the names of counters, and of nothing else")
         if (self.type is MetricType.HISTOGRAM) != bool(self.buckets) or list(self.buckets) != sorted(set(self.buckets)):
-            raise ValueError(f"{self.name} is a {self.type} with buckets {self.buckets}; a histogram, and nothing else, has some, each above the one before")
+            raise ValueError(
+                f"{self.name} is a {self.type} with buckets {self.buckets}; a histogram, and nothing else, has some, "
+                "each above the one before"
+            )
         if self.in_rows and (self.type is not MetricType.GAUGE or self.labels):
             raise ValueError(f"{self.name} cannot be a column: that is one number a step, so a gauge without labels")
 
@@ -91,7 +96,8 @@ class Metric:
         return tuple(label.name for label in self.labels)
 
     def max_series(self, sizes: Mapping[Extent, int]) -> int:
-        """Most series in a run of these sizes. A histogram has one a bucket and one above all; a sum and a count only where no value can be negative."""
+        """Most series in a run of these sizes. A histogram has one a bucket and one above all; a sum and a count only
+        where no value can be negative."""
         combinations = 1
         for label in self.labels:
             combinations *= label.size(sizes)
@@ -102,7 +108,14 @@ class Metric:
 
 def column(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
     """A number of every step: a gauge, and a column of the metric parts."""
-    return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer, in_rows=True)
+    return Metric(
+        name=f"concord_{name}",
+        type=MetricType.GAUGE,
+        unit=unit,
+        help=help,
+        diagnosis_layer=diagnosis_layer,
+        in_rows=True,
+    )
 
 
 def optional_column(name: str, unit: str, diagnosis_layer: int, help: str, measured_by: str = "") -> Metric:
@@ -116,14 +129,38 @@ def optional_column(name: str, unit: str, diagnosis_layer: int, help: str, measu
 
 def gauge(name: str, unit: str, diagnosis_layer: int, help: str, *labels: Label) -> Metric:
     """A value that has labels, or that changes between steps."""
-    return Metric(name=f"concord_{name}", type=MetricType.GAUGE, unit=unit, help=help, diagnosis_layer=diagnosis_layer, labels=labels)
+    return Metric(
+        name=f"concord_{name}",
+        type=MetricType.GAUGE,
+        unit=unit,
+        help=help,
+        diagnosis_layer=diagnosis_layer,
+        labels=labels,
+    )
 
 
 def counter(name: str, unit: str, diagnosis_layer: int, help: str, *labels: Label) -> Metric:
     """A count since the process began; `name` without its `_total`."""
-    return Metric(name=f"concord_{name}_total", type=MetricType.COUNTER, unit=unit, help=help, diagnosis_layer=diagnosis_layer, labels=labels)
+    return Metric(
+        name=f"concord_{name}_total",
+        type=MetricType.COUNTER,
+        unit=unit,
+        help=help,
+        diagnosis_layer=diagnosis_layer,
+        labels=labels,
+    )
 
 
-def histogram(name: str, unit: str, diagnosis_layer: int, help: str, buckets: tuple[float, ...], *labels: Label) -> Metric:
+def histogram(
+    name: str, unit: str, diagnosis_layer: int, help: str, buckets: tuple[float, ...], *labels: Label
+) -> Metric:
     """A distribution since the process began."""
-    return Metric(name=f"concord_{name}", type=MetricType.HISTOGRAM, unit=unit, help=help, diagnosis_layer=diagnosis_layer, labels=labels, buckets=buckets)
+    return Metric(
+        name=f"concord_{name}",
+        type=MetricType.HISTOGRAM,
+        unit=unit,
+        help=help,
+        diagnosis_layer=diagnosis_layer,
+        labels=labels,
+        buckets=buckets,
+    )

@@ -1,7 +1,8 @@
 """Which replicas get work: what a replica says of itself at a start, held against what the run expects.
 
-Owns the comparison of tokenizer, declared numerics, weights and canary, at every start of every incarnation. What cannot be repaired by weights later (other
-tokens, other log-probs) is refused before the first token is sampled. It must never know processes or slots: who starts and retires a replica is `replicas`.
+Owns the comparison of tokenizer, declared numerics, weights and canary, at every start of every incarnation. What
+cannot be repaired by weights later (other tokens, other log-probs) is refused before the first token is sampled. It
+must never know processes or slots: who starts and retires a replica is `replicas`.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ def check_registration(who: str, manifest: WeightManifest, expected: Expectation
 
     Raises:
         TokenizerMismatchError: its tokenizer is another one; the message names the fields and probes.
-        RegistrationError: it declares other numerics or log-probs than the config asks for; the message names the fields of its tag.
+        RegistrationError: it declares other numerics or log-probs than the config asks for; the message names the
+            fields of its tag.
         WeightSyncError: digest or canary differ from what the trainer published.
     """
     _check_tokenizer(who, expected.tokenizer, started.tokenizer)
@@ -47,7 +49,8 @@ def check_registration(who: str, manifest: WeightManifest, expected: Expectation
 
 
 def canary_gap(manifest: WeightManifest, logprobs: NDArray[np.float32]) -> float:
-    """Mean |log-prob difference| in nats between an engine's answer and the trainer's canary; infinity for a wrong length or a NaN."""
+    """Mean |log-prob difference| in nats between an engine's answer and the trainer's canary; infinity for a wrong
+    length or a NaN."""
     if logprobs.shape != manifest.canary.logprobs.shape:
         return float("inf")
     gap = float(np.abs(logprobs.astype(np.float64) - manifest.canary.logprobs.astype(np.float64)).mean())
@@ -55,7 +58,8 @@ def canary_gap(manifest: WeightManifest, logprobs: NDArray[np.float32]) -> float
 
 
 def semantics_fit(semantics: LogprobSemantics, sampling: SamplingConfig) -> bool:
-    """Whether log-probs of these semantics belong to the distribution that was sampled from (Source: CONSISTENCY.md, section 4; vector V12)."""
+    """Whether log-probs of these semantics belong to the distribution that was sampled from (Source: CONSISTENCY.md,
+    section 4; vector V12)."""
     truncated = sampling.top_p < 1.0 or sampling.top_k > 0
     if semantics is LogprobSemantics.PROCESSED:
         return True
@@ -66,13 +70,18 @@ def _check_tokenizer(who: str, expected: TokenizerIdentity, got: TokenizerIdenti
     names = differences(expected, got)
     if not names:
         return
-    digests = ({**side.fingerprint_fields, **{f"probe {name}": digest for name, digest in side.probes.items()}} for side in (got, expected))
+    digests = (
+        {**side.fingerprint_fields, **{f"probe {name}": digest for name, digest in side.probes.items()}}
+        for side in (got, expected)
+    )
     mine, trainers = digests
-    told = "; ".join(f"{name}: got {mine.get(name, 'nothing')[:12]}, expected {trainers.get(name, 'nothing')[:12]}" for name in names)
+    told = "; ".join(
+        f"{name}: got {mine.get(name, 'nothing')[:12]}, expected {trainers.get(name, 'nothing')[:12]}" for name in names
+    )
     raise TokenizerMismatchError(
-        f"{who} tokenizes otherwise than the trainer ({told}), and no importance weight repairs other tokens: it gets no work. Give it the files of the "
-        "trainer's model directory (tokenizer.json, tokenizer_config.json, chat_template.jinja) and, where only probes differ, the same version of the "
-        "tokenizers package"
+        f"{who} tokenizes otherwise than the trainer ({told}), and no importance weight repairs other tokens: it gets "
+        "no work. Give it the files of the trainer's model directory (tokenizer.json, tokenizer_config.json, "
+        "chat_template.jinja) and, where only probes differ, the same version of the tokenizers package"
     )
 
 
@@ -90,25 +99,27 @@ def _check_declared(who: str, expected: Expectation, tag: EngineTag) -> None:
     wrong = [f"{name}: got {got!r}, expected {wanted!r} ({why})" for name, got, wanted, why in rows if got != wanted]
     if not semantics_fit(tag.logprob_semantics, sampling):
         wrong.append(
-            f"logprob_semantics: got {str(tag.logprob_semantics)!r}, expected 'processed' (sampling at temperature {sampling.temperature:g}, top_p "
-            f"{sampling.top_p:g}, top_k {sampling.top_k} is from another distribution)"
+            f"logprob_semantics: got {str(tag.logprob_semantics)!r}, expected 'processed' (sampling at temperature "
+            f"{sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k} is from another distribution)"
         )
     if wrong:
         raise RegistrationError(
-            f"{who} declares what this run does not ask for ({'; '.join(wrong)}), so its log-probs would belong to another policy: it gets no work. Set the "
-            "config to what the engine does, or the engine to the config"
+            f"{who} declares what this run does not ask for ({'; '.join(wrong)}), so its log-probs would belong to "
+            "another policy: it gets no work. Set the config to what the engine does, or the engine to the config"
         )
 
 
 def _check_weights(who: str, manifest: WeightManifest, ceiling_nats: float, started: Started) -> float:
     if started.tag.weights_digest != manifest.digest:
         raise WeightSyncError(
-            f"{who} loaded weights with digest {started.tag.weights_digest[:12]}, the trainer published {manifest.digest[:12]} as {manifest.policy.key}"
+            f"{who} loaded weights with digest {started.tag.weights_digest[:12]}, the trainer published "
+            f"{manifest.digest[:12]} as {manifest.policy.key}"
         )
     gap = canary_gap(manifest, started.canary_logprobs)
     if not gap <= ceiling_nats:
         raise WeightSyncError(
-            f"{who} differs from the trainer by {gap:.3g} nats a token on the canary at {manifest.policy.key}, more than weights.canary_ceiling_nats = "
-            f"{ceiling_nats:g}; the engine computes another model (dtype, quantisation, missing tensors)"
+            f"{who} differs from the trainer by {gap:.3g} nats a token on the canary at {manifest.policy.key}, more "
+            f"than weights.canary_ceiling_nats = {ceiling_nats:g}; the engine computes another model (dtype, "
+            "quantisation, missing tensors)"
         )
     return gap

@@ -1,7 +1,8 @@
 """The engine replicas of a run: which serve, under which policy, and what happens to one that fails.
 
-Owns the slots. A replica is a slot plus an incarnation (one more at every restart). It serves when it has answered for the
-committed policy; a failing one is killed, its tainted tokens are remembered, and a new incarnation starts on the committed weights.
+Owns the slots. A replica is a slot plus an incarnation (one more at every restart). It serves when it has answered for
+the committed policy; a failing one is killed, its tainted tokens are remembered, and a new incarnation starts on the
+committed weights.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ class Replica:
     """The policy it last answered for; None while it is starting or dead."""
     tolerance_nats: float = 0.0
     canary_gap_nats: float = 0.0
-    """Of its newest answer to a canary; infinity when it received other bytes than were published, or answered nonsense."""
+    """Of its newest answer to a canary; infinity when it received other bytes than were published, or answered
+    nonsense."""
     assigned: int = 0
     """Groups handed out to it and not yet back."""
     busy_s: float = 0.0
@@ -78,14 +80,17 @@ class Replicas:
             raise first_error(errors) from errors
 
     async def start(self, replica: Replica, manifest: WeightManifest) -> None:
-        """Start a new incarnation of a slot on the weights of `manifest`; it gets no work before it is found to be what the run expects.
+        """Start a new incarnation of a slot on the weights of `manifest`; it gets no work before it is found to be what
+        the run expects.
 
         Raises:
             ConcordError: it did not start, or is not what the run expects (`orchestrator.replicas.registration`).
         """
         replica.incarnation += 1
         replica.port = await self._fleet.new_engine(replica.slot)
-        started = await within(replica.port.start(manifest), self._deadlines.engine_start_s, f"engine replica {replica.slot} to start")
+        started = await within(
+            replica.port.start(manifest), self._deadlines.engine_start_s, f"engine replica {replica.slot} to start"
+        )
         gap = check_registration(f"engine replica {replica.slot}", manifest, self._expected, started)
         replica.canary_gap_nats = gap
         if replica.tolerance_nats == 0.0:
@@ -115,19 +120,24 @@ class Replicas:
         """
         if replica.port is None:
             raise ProcessLostError(f"engine replica {replica.slot} has no process; it is being restarted")
-        answer = await within(replica.port.update(manifest, mode), self._deadlines.update_s, f"engine replica {replica.slot} to apply {manifest.policy.key}")
+        answer = await within(
+            replica.port.update(manifest, mode),
+            self._deadlines.update_s,
+            f"engine replica {replica.slot} to apply {manifest.policy.key}",
+        )
         if answer.report.digest != manifest.digest:
             replica.canary_gap_nats = math.inf
             replica.digest_mismatches += 1
             raise WeightSyncError(
-                f"engine replica {replica.slot} received bytes with digest {answer.report.digest[:12]}, the trainer published "
-                f"{manifest.digest[:12]} as {manifest.policy.key}"
+                f"engine replica {replica.slot} received bytes with digest {answer.report.digest[:12]}, the trainer "
+                f"published {manifest.digest[:12]} as {manifest.policy.key}"
             )
         gap = replica.canary_gap_nats = canary_gap(manifest, answer.canary_logprobs)
         if not gap <= replica.tolerance_nats:
             raise WeightSyncError(
-                f"engine replica {replica.slot} answered the canary of {manifest.policy.key} {gap:.3g} nats a token away from the trainer "
-                f"(tolerance {replica.tolerance_nats:.3g}, 3 x its gap at start): its bytes agree, what it computes does not"
+                f"engine replica {replica.slot} answered the canary of {manifest.policy.key} {gap:.3g} nats a token "
+                f"away from the trainer (tolerance {replica.tolerance_nats:.3g}, 3 x its gap at start): its bytes "
+                "agree, what it computes does not"
             )
         replica.applied = manifest.policy
         return answer.report
@@ -148,7 +158,13 @@ class Replicas:
 
     async def poll(self, on_failure: Callable[[Replica, str], Awaitable[None]]) -> None:
         """Check the health and take the load of every live replica once."""
-        await asyncio.gather(*(self._poll(replica, on_failure) for replica in self._slots if replica.port is not None and replica.applied is not None))
+        await asyncio.gather(
+            *(
+                self._poll(replica, on_failure)
+                for replica in self._slots
+                if replica.port is not None and replica.applied is not None
+            )
+        )
 
     async def _poll(self, replica: Replica, on_failure: Callable[[Replica, str], Awaitable[None]]) -> None:
         port, incarnation = replica.port, replica.incarnation

@@ -1,1 +1,2 @@
-"""`report.html`: a run directory, read into plain data, drawn as figures, put on one page that loads nothing. It knows no loop and no store but its files."""
+"""`report.html`: a run directory, read into plain data, drawn as figures, put on one page that loads nothing. It knows
+no loop and no store but its files."""

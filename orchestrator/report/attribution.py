@@ -28,13 +28,23 @@ def attributed(findings: Sequence[PlacedEvent]) -> list[Attributed]:
     """Of each replica the finding with the largest gap that has parts."""
     worst: dict[str, Attributed] = {}
     for event in findings:
-        nats = {key.removesuffix(SUFFIX): value for key, value in event.fields.items() if key.endswith(SUFFIX) and isinstance(value, int | float)}
+        nats = {
+            key.removesuffix(SUFFIX): value
+            for key, value in event.fields.items()
+            if key.endswith(SUFFIX) and isinstance(value, int | float)
+        }
         gap = nats.pop("gap", None)
         if gap is None or not nats:
             continue
         unknown = nats.pop(UNKNOWN, 0.0)
         parts = tuple(sorted(nats.items(), key=lambda part: -part[1]))
-        found = Attributed(replica=str(event.fields.get("replica")), policy=str(event.fields.get("policy")), gap=gap, parts=parts, unknown=unknown)
+        found = Attributed(
+            replica=str(event.fields.get("replica")),
+            policy=str(event.fields.get("policy")),
+            gap=gap,
+            parts=parts,
+            unknown=unknown,
+        )
         if found.replica not in worst or worst[found.replica].gap < gap:
             worst[found.replica] = found
     return [worst[replica] for replica in sorted(worst)]
@@ -57,5 +67,10 @@ def waterfall(found: Attributed) -> Figure:
         "connector": {"line": {"color": "#9fb3c8", "width": 1}},
         "hovertemplate": "%{x}: %{text} nats<extra></extra>",
     }
-    layout = layout_of(320, xaxis=axis(type="category"), yaxis=axis("nats a token, mean |d|", rangemode="tozero"), margin={"l": 60, "r": 12, "t": 24, "b": 30})
+    layout = layout_of(
+        320,
+        xaxis=axis(type="category"),
+        yaxis=axis("nats a token, mean |d|", rangemode="tozero"),
+        margin={"l": 60, "r": 12, "t": 24, "b": 30},
+    )
     return Figure(key=f"attribution-{found.replica}", traces=[bars], layout=layout)

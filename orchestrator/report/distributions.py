@@ -43,12 +43,15 @@ def staleness_figure(histograms: Histograms, max_staleness: int) -> Figure | Non
         "marker": {"color": SYSTEM},
         "hovertemplate": "%{x} steps old: %{customdata} tokens, %{y:.2f} %<extra></extra>",
     }
-    layout = layout_of(360, xaxis=axis("age in steps when trained on", type="category"), yaxis=axis("% of trained tokens"), bargap=0.25)
+    layout = layout_of(
+        360, xaxis=axis("age in steps when trained on", type="category"), yaxis=axis("% of trained tokens"), bargap=0.25
+    )
     return Figure(key="staleness", traces=[bars], layout=layout)
 
 
 def ratio_figure(histograms: Histograms) -> Figure | None:
-    """Tokens by importance ratio, a line a part; the axis of shares is logarithmic, since the tails are what matters. None where none were counted."""
+    """Tokens by importance ratio, a line a part; the axis of shares is logarithmic, since the tails are what matters.
+    None where none were counted."""
     series = {labels: counts for labels, counts in histograms.of(LOG_RATIO).items() if counts.sum()}
     uppers = histograms.uppers(LOG_RATIO)
     lines = [(PARTS.get(labels, (labels, "#52606d")), counts) for labels, counts in series.items()]
@@ -76,7 +79,14 @@ def ratio_figure(histograms: Histograms) -> Figure | None:
     ]
     layout = layout_of(
         360,
-        xaxis=axis("importance ratio", type="category", tickangle=-90, tickfont={"size": 10}, categoryorder="array", categoryarray=categories),
+        xaxis=axis(
+            "importance ratio",
+            type="category",
+            tickangle=-90,
+            tickfont={"size": 10},
+            categoryorder="array",
+            categoryarray=categories,
+        ),
         yaxis=axis("% of tokens", type="log", tickformat=".3~g", dtick=1),
         showlegend=True,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "xanchor": "left"},
@@ -90,7 +100,13 @@ def whole_numbers(uppers: Sequence[float]) -> list[str]:
     names: list[str] = []
     below = -1.0
     for upper in uppers:
-        names.append(f"above {below:g}" if math.isinf(upper) else f"{upper:g}" if upper - below <= 1 else f"{below + 1:g}-{upper:g}")
+        names.append(
+            f"above {below:g}"
+            if math.isinf(upper)
+            else f"{upper:g}"
+            if upper - below <= 1
+            else f"{below + 1:g}-{upper:g}"
+        )
         below = upper
     return names
 
@@ -108,7 +124,15 @@ def _between(low: float, high: float) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.3f}" if 0.99 < value < 1.01 else f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value < 0.95 else f"{value:.3g}"
+    return (
+        f"{value:.3f}"
+        if 0.99 < value < 1.01
+        else f"{value:.0f}"
+        if value >= 10
+        else f"{value:.2g}"
+        if value < 0.95
+        else f"{value:.3g}"
+    )
 
 
 def _summed(series: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -1,4 +1,5 @@
-"""What all figures of a report share: plain plotly specifications as data, their look, and how long series are thinned. It imports no plotly."""
+"""What all figures of a report share: plain plotly specifications as data, their look, and how long series are thinned.
+It imports no plotly."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -51,8 +52,18 @@ def axis(title: str = "", **more: object) -> dict[str, object]:
 
 
 def caption(text: str, y: float, colour: str) -> dict[str, object]:
-    """A line of text above a panel, from the left edge of the drawing; `y` in units of its height. plotly reads a little HTML in it."""
-    where = {"xref": "paper", "yref": "paper", "x": 0.0, "xshift": -48, "y": y, "yshift": 6, "xanchor": "left", "yanchor": "bottom"}
+    """A line of text above a panel, from the left edge of the drawing; `y` in units of its height. plotly reads a
+    little HTML in it."""
+    where = {
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0.0,
+        "xshift": -48,
+        "y": y,
+        "yshift": 6,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
     return {**where, "text": text, "showarrow": False, "font": {"color": colour, "size": 12}, "align": "left"}
 
 

@@ -1,4 +1,5 @@
-"""What was found, as cards: the doctor's findings in causal order, and the tokens behind gradient spikes in their text."""
+"""What was found, as cards: the doctor's findings in causal order, and the tokens behind gradient spikes in their
+text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,12 @@ MOST_SEARCHES = 50
 def findings_section(record: Record) -> Section:
     """The doctor's answer to the run as it is on disk."""
     found = diagnose(record)
-    return Section(key="findings", title="Findings", intro=_summary(found), cards=tuple(_finding(finding) for finding in found.findings))
+    return Section(
+        key="findings",
+        title="Findings",
+        intro=_summary(found),
+        cards=tuple(_finding(finding) for finding in found.findings),
+    )
 
 
 def _summary(found: Diagnosis) -> str:
@@ -54,18 +60,31 @@ def gradloc_section(folder: Path) -> Section:
     lost = f" {broken} files of gradloc/ cannot be read." if broken else ""
     if not searches:
         return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
-    culprits = [(policy, search, culprit) for policy, search in searches if search.get("outcome") == "located" for culprit in search["culprits"]]
+    culprits = [
+        (policy, search, culprit)
+        for policy, search in searches
+        if search.get("outcome") == "located"
+        for culprit in search["culprits"]
+    ]
     forgone = sum(search.get("outcome") == "not_searched" for _, search in searches)
-    in_vain = f" and {_many(forgone, 'step', 'steps')} that asked for one when trainer.gradloc.spike_passes were spent" if forgone else ""
+    in_vain = (
+        f" and {_many(forgone, 'step', 'steps')} that asked for one when trainer.gradloc.spike_passes were spent"
+        if forgone
+        else ""
+    )
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
     return Section(
         key="gradloc",
         title=title,
-        intro=f"{_many(len(searches) - forgone, 'search', 'searches')}{in_vain}, {_many(len(culprits), 'token', 'tokens')} located; no other outcome names "
-        f"a cause. All numbers: concord gradloc RUN STEP.{more}{lost}",
+        intro=(
+            f"{_many(len(searches) - forgone, 'search', 'searches')}{in_vain}, "
+            f"{_many(len(culprits), 'token', 'tokens')} located; no other outcome names a cause. All numbers: concord "
+            f"gradloc RUN STEP.{more}{lost}"
+        ),
         cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
         table=table_of(
-            ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"), [_row(*each) for each in searches[-MOST_SEARCHES:]]
+            ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"),
+            [_row(*each) for each in searches[-MOST_SEARCHES:]],
         ),
     )
 
@@ -89,20 +108,38 @@ def _of_file(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
 
 def _row(policy: str, search: Mapping[str, Any]) -> Sequence[str]:
     numbers = [_number(search.get(name)) for name in ("grad_norm", "threshold", "explained")]
-    return (policy, str(search.get("outcome")), str(search.get("trigger")), *numbers, shown(search.get("passes")), _number(search.get("seconds")))
+    return (
+        policy,
+        str(search.get("outcome")),
+        str(search.get("trigger")),
+        *numbers,
+        shown(search.get("passes")),
+        _number(search.get("seconds")),
+    )
 
 
 def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any]) -> Card:
     get = culprit.get
-    numbers = [(name, get(key)) for name, key in (("omega", "omega"), ("sequence ratio", "sequence_ratio"), ("advantage", "advantage"), ("entropy", "entropy"))]
+    numbers = [
+        (name, get(key))
+        for name, key in (
+            ("omega", "omega"),
+            ("sequence ratio", "sequence_ratio"),
+            ("advantage", "advantage"),
+            ("entropy", "entropy"),
+        )
+    ]
     return Card(
         tag=f"{search.get('outcome')} · type {get('type')}",
         title=f"step {policy}: position {get('position')} of {get('trajectory_id')}",
         colour=LAYERS[3].colour,
         lines=(
-            f"Norm {_number(get('norm'))} of the step's {_number(search.get('grad_norm'))} (threshold {_number(search.get('threshold'))}); "
-            f"{', '.join(f'{name} {_number(value)}' for name, value in numbers)}; sampled under {get('policy')} by replica {get('replica')}; "
-            f"done about it: {search.get('acted')}.",
+            (
+                f"Norm {_number(get('norm'))} of the step's {_number(search.get('grad_norm'))} (threshold "
+                f"{_number(search.get('threshold'))}); "
+                f"{', '.join(f'{name} {_number(value)}' for name, value in numbers)}; sampled under {get('policy')} by "
+                f"replica {get('replica')}; done about it: {search.get('acted')}."
+            ),
         ),
         token=TokenInContext(str(get("text_before", "")), str(get("token_text", "")), str(get("text_after", ""))),
     )

@@ -30,5 +30,7 @@ def make_report(path: Path) -> Report:
     try:
         write_atomic(run.report, html)
     except OSError as cause:
-        raise UserError(f"cannot write {run.report}: {cause.strerror}; make the run directory writable, with 6 MB of free space") from cause
+        raise UserError(
+            f"cannot write {run.report}: {cause.strerror}; make the run directory writable, with 6 MB of free space"
+        ) from cause
     return Report(run.report, record.notes)

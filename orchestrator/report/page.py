@@ -88,7 +88,9 @@ def html_of(page: Page) -> str:
         ConcordError: plotly is not installed.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(resources.files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        resources.files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8")
+    )
     figures = {figure.key: figure.spec() for row in page.rows for section in row for figure in section.figures}
     return template.render(page=page, plotly_js=Markup(plotly_script()), figures_json=Markup(script_json(figures)))
 
@@ -100,9 +102,14 @@ def plotly_script() -> str:
         ConcordError: it is not there.
     """
     spec = util.find_spec("plotly")
-    script = None if spec is None or spec.origin is None else Path(spec.origin).parent / "package_data" / "plotly.min.js"
+    script = (
+        None if spec is None or spec.origin is None else Path(spec.origin).parent / "package_data" / "plotly.min.js"
+    )
     if script is None or not script.is_file():
-        raise ConcordError("the Python package plotly is not installed, or has no plotly.min.js; expected version 7 beside Concord: run `make setup`")
+        raise ConcordError(
+            "the Python package plotly is not installed, or has no plotly.min.js; expected version 7 beside Concord: "
+            "run `make setup`"
+        )
     return script.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 

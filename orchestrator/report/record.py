@@ -1,4 +1,5 @@
-"""Reads a run directory into the plain data of a report: what the doctor reads too, and beside it the config, the store's counts and the places of events."""
+"""Reads a run directory into the plain data of a report: what the doctor reads too, and beside it the config, the
+store's counts and the places of events."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

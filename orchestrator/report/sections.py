@@ -33,9 +33,10 @@ def _what(record: RunRecord) -> str:
     config = record.config
     model = getattr(config.model, "path", None)
     return (
-        f"{config.engine.replicas} x {config.engine.type} and {config.trainer.ranks} trainer rank(s); model {model or config.model.type}; environment "
-        f"{config.environment.type}; {config.run.batch_groups} groups of {config.run.group_size} a step; at most {config.staleness.max_staleness} steps of "
-        f"staleness, policy {config.staleness.policy}; consistency {config.consistency.mode}"
+        f"{config.engine.replicas} x {config.engine.type} and {config.trainer.ranks} trainer rank(s); model "
+        f"{model or config.model.type}; environment {config.environment.type}; {config.run.batch_groups} groups of "
+        f"{config.run.group_size} a step; at most {config.staleness.max_staleness} steps of staleness, policy "
+        f"{config.staleness.policy}; consistency {config.consistency.mode}"
     )
 
 
@@ -47,7 +48,10 @@ def _tiles(record: RunRecord) -> tuple[Tile, ...]:
     tokens = float((rows.column("tokens_per_second") * rows.column("step_seconds")).sum())
     return (
         Tile("steps", f"{rows.last_step} of {record.config.run.steps}"),
-        Tile("reward, first step and last ten", f"{rows.column('reward_mean')[0]:.3g} → {rows.column('reward_moving_10')[-1]:.3g}"),
+        Tile(
+            "reward, first step and last ten",
+            f"{rows.column('reward_mean')[0]:.3g} → {rows.column('reward_moving_10')[-1]:.3g}",
+        ),
         Tile("trained tokens a second", f"{tokens / seconds:,.0f}"),
         Tile("time in steps", _duration(seconds)),
         Tile("oldest trained token, steps", f"{rows.column('token_staleness_max').max():.0f}"),
@@ -66,19 +70,32 @@ def _duration(seconds: float) -> str:
 def timeline_section(record: RunRecord) -> Section:
     """The four curves with their marks."""
     size = bin_size(len(record.rows))
-    shared = f" A point stands for {size} steps: their mean, and for the gradient norm their largest." if size > 1 else ""
-    crowded = f" Only the first {MOST_LINES} events are drawn through the curves." if len(marks_of(record)) > MOST_LINES else ""
-    intro = (
-        "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause what is below. Ticks: a version reached "
-        f"the engines. Diamonds and dotted lines: events, in the colour of their layer.{_scores_told(record)}{shared}{crowded}"
+    shared = (
+        f" A point stands for {size} steps: their mean, and for the gradient norm their largest." if size > 1 else ""
     )
-    return Section(key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record)))
+    crowded = (
+        f" Only the first {MOST_LINES} events are drawn through the curves."
+        if len(marks_of(record)) > MOST_LINES
+        else ""
+    )
+    intro = (
+        "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause "
+        "what is below. Ticks: a version reached the engines. Diamonds and dotted lines: events, in the colour of "
+        f"their layer.{_scores_told(record)}{shared}{crowded}"
+    )
+    return Section(
+        key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record))
+    )
 
 
 def _scores_told(record: RunRecord) -> str:
     """How to read scores of evaluations, where there are any."""
     prints = {event.fields.get("fingerprint") for event in record.events_of("evaluation")}
-    many = f" {len(prints)} configurations were in force, each with its own marks and line: their scores do not compare." if len(prints) > 1 else ""
+    many = (
+        f" {len(prints)} configurations were in force, each with its own marks and line: their scores do not compare."
+        if len(prints) > 1
+        else ""
+    )
     return f" Black marks: scores of evaluations, at the version scored.{many}" if prints else ""
 
 
@@ -86,8 +103,15 @@ def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
     """How old tokens were."""
     figure = staleness_figure(histograms, max_staleness)
     if figure is None:
-        return Section(key="staleness", title="Staleness", intro="No trained token was counted: there is nothing in histograms/ yet.")
-    intro = f"Steps between the version that sampled a token and the trainer's when it trained on it. The limit of this run is {max_staleness}."
+        return Section(
+            key="staleness",
+            title="Staleness",
+            intro="No trained token was counted: there is nothing in histograms/ yet.",
+        )
+    intro = (
+        "Steps between the version that sampled a token and the trainer's when it trained on it. The limit of this run "
+        f"is {max_staleness}."
+    )
     return Section(key="staleness", title="Staleness", intro=intro, figures=(figure,))
 
 
@@ -95,12 +119,21 @@ def ratio_section(record: RunRecord) -> Section:
     """How far importance ratios are from 1, and whose doing that is."""
     figure = ratio_figure(record.histograms)
     if figure is None:
-        return Section(key="ratios", title="Importance ratios", intro="No ratio was counted: there is nothing in histograms/ yet.")
-    apart = " Staleness and engine are told apart in mode gate only; this run shows the total." if record.config.consistency.mode != "gate" else ""
+        return Section(
+            key="ratios", title="Importance ratios", intro="No ratio was counted: there is nothing in histograms/ yet."
+        )
+    apart = (
+        " Staleness and engine are told apart in mode gate only; this run shows the total."
+        if record.config.consistency.mode != "gate"
+        else ""
+    )
     return Section(
         key="ratios",
         title="Importance ratios",
-        intro=f"Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a narrow peak at 1.{apart}",
+        intro=(
+            "Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a "
+            f"narrow peak at 1.{apart}"
+        ),
         figures=(figure,),
     )
 
@@ -111,15 +144,30 @@ def attribution_section(record: RunRecord) -> Section:
     found = attributed(findings)
     if found:
         worst = "; ".join(f"replica {each.replica}, {each.policy}: {each.gap:.3g} nats" for each in found)
-        intro = f"Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual recomputation ({worst})."
+        intro = (
+            "Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual "
+            f"recomputation ({worst})."
+        )
         return Section(key="attribution", title=title, intro=intro, figures=tuple(waterfall(each) for each in found))
     if findings:
         causes = ", ".join(sorted({str(event.fields.get("cause")) for event in findings}))
-        return Section(key="attribution", title=title, intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.")
+        return Section(
+            key="attribution",
+            title=title,
+            intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.",
+        )
     if record.config.consistency.mode == "off":
-        return Section(key="attribution", title=title, intro="The consistency service was off: nothing was recomputed, so nothing can be said.")
+        return Section(
+            key="attribution",
+            title=title,
+            intro="The consistency service was off: nothing was recomputed, so nothing can be said.",
+        )
     audited = record.rows.column("consistency_audited_groups")[-1] if len(record.rows) else 0
-    return Section(key="attribution", title=title, intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.")
+    return Section(
+        key="attribution",
+        title=title,
+        intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.",
+    )
 
 
 def phases_section(record: RunRecord) -> Section:
@@ -129,7 +177,10 @@ def phases_section(record: RunRecord) -> Section:
         return Section(key="phases", title="Phases of a step", intro="No step is on disk yet.")
     rows = record.rows
     share = float(rows.column("step_wait_seconds").sum() / rows.column("step_seconds").sum())
-    intro = f"The trainer waited for a batch in {share:.0%} of the time: much of it means that engines or rewards are the bottleneck."
+    intro = (
+        f"The trainer waited for a batch in {share:.0%} of the time: much of it means that engines or rewards are the "
+        "bottleneck."
+    )
     return Section(key="phases", title="Phases of a step", intro=intro, figures=(figure,))
 
 
@@ -142,4 +193,10 @@ def dispatches_section(record: RunRecord) -> Section:
     total = record.counts.total
     intro = f"{total:,} dispatches = {' + '.join(f'{each.groups:,} {each.name}' for each in found)}. Each ends once."
     rows = [(each.name, f"{each.groups:,}", f"{each.groups / total:.1%}" if total else "") for each in found]
-    return Section(key="dispatches", title=title, intro=intro, figures=(endings_figure(found),), table=table_of(("ending", "groups", "share"), rows))
+    return Section(
+        key="dispatches",
+        title=title,
+        intro=intro,
+        figures=(endings_figure(found),),
+        table=table_of(("ending", "groups", "share"), rows),
+    )

@@ -1,4 +1,5 @@
-"""The four curves, one a layer of diagnosis, above each other on one axis of steps, with versions and events below and through them."""
+"""The four curves, one a layer of diagnosis, above each other on one axis of steps, with versions and events below and
+through them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +8,20 @@ from itertools import groupby
 import numpy as np
 
 from orchestrator.metrics.layers import LAYERS
-from orchestrator.report.drawing import PALE_INK, Figure, Series, Trace, axis, bin_size, caption, fields_text, layout_of, numbers, plain, thinned
+from orchestrator.report.drawing import (
+    PALE_INK,
+    Figure,
+    Series,
+    Trace,
+    axis,
+    bin_size,
+    caption,
+    fields_text,
+    layout_of,
+    numbers,
+    plain,
+    thinned,
+)
 from orchestrator.report.page import Table, table_of
 from orchestrator.report.record import PlacedEvent, RunRecord
 from orchestrator.run_dir.record import Record
@@ -22,7 +36,13 @@ LAYER_OF_EVENT = {"step_skipped": 3, "gradloc": 3, "gradloc_quarantined": 3, "ev
 """Events of the run are of layer 4 unless said here, or unless they name their own layer."""
 MOST_TEXT = 240
 """Characters of an event in the table."""
-BACKGROUND = (EventKind.STEP_COMMITTED, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED, EventKind.STEP_TAKEN_BACK, "consistency_baseline")
+BACKGROUND = (
+    EventKind.STEP_COMMITTED,
+    EventKind.VERSION_COMMITTED,
+    EventKind.VERSION_ORPHANED,
+    EventKind.STEP_TAKEN_BACK,
+    "consistency_baseline",
+)
 """Events that are no marks of their own: the axis, the ticks of versions, and what belongs to a resume."""
 
 
@@ -47,10 +67,19 @@ class Panel:
 
 
 PANELS = (
-    Panel(1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each step", bold=False))),
+    Panel(
+        1, "reward", (Curve("reward_moving_10", "reward of ten steps"), Curve("reward_mean", "each step", bold=False))
+    ),
     Panel(2, "nats", (Curve("policy_entropy", "entropy"), Curve("approx_kl", "KL of the step", bold=False))),
     Panel(3, "norm", (Curve("grad_norm", "gradient norm", largest=True),)),
-    Panel(4, "nats", (Curve("consistency_gap_mean", "gap to the engines"), Curve("abs_rollout_difference_mean", "with staleness", bold=False))),
+    Panel(
+        4,
+        "nats",
+        (
+            Curve("consistency_gap_mean", "gap to the engines"),
+            Curve("abs_rollout_difference_mean", "with staleness", bold=False),
+        ),
+    ),
 )
 TOPS = ((1.0, 0.82), (0.75, 0.57), (0.5, 0.32), (0.25, 0.1))
 """Upper and lower end of each panel, as shares of the height; the strip of marks lies below them."""
@@ -66,13 +95,24 @@ def timeline(record: RunRecord) -> Figure:
     captions: list[dict[str, object]] = []
     for number, (panel, (top, bottom)) in enumerate(zip(PANELS, TOPS, strict=True), 1):
         layer = LAYERS[panel.layer]
-        traces += [_curve(curve, layer.colour, steps, _values(rows, curve, size), f"y{number}") for curve in panel.curves]
+        traces += [
+            _curve(curve, layer.colour, steps, _values(rows, curve, size), f"y{number}") for curve in panel.curves
+        ]
         more = SCORES if panel.layer == 1 and scores else ()
-        captions.append(caption(f"<b>{layer.number} {layer.name}</b><br>{_names(rows, panel, more)}", top, layer.colour))
+        captions.append(
+            caption(f"<b>{layer.number} {layer.name}</b><br>{_names(rows, panel, more)}", top, layer.colour)
+        )
         axes[f"yaxis{number}"] = axis(panel.unit, domain=[bottom, top], **_scale(rows, panel))
     marks = marks_of(record)
     traces += [_versions(record.events_of(EventKind.VERSION_COMMITTED)), *_diamonds(marks), *scores]
-    strip = {"domain": [0.0, 0.05], "tickvals": [0, 1], "ticktext": ["versions", "events"], "range": [-0.6, 1.6], "showgrid": False, "fixedrange": True}
+    strip = {
+        "domain": [0.0, 0.05],
+        "tickvals": [0, 1],
+        "ticktext": ["versions", "events"],
+        "range": [-0.6, 1.6],
+        "showgrid": False,
+        "fixedrange": True,
+    }
     first = float(rows.column("step")[0]) if len(rows) else 0.0
     reach = max([float(rows.last_step), 1.0, *(event.place for event in record.events)])
     layout = layout_of(
@@ -80,7 +120,11 @@ def timeline(record: RunRecord) -> Figure:
         margin={"l": 52, "r": 12, "t": 40, "b": 44},
         **axes,
         yaxis5={**axis(), **strip},
-        xaxis=axis("step (= policy version after it)", anchor="y5", range=[min(first - 1.0, 0.0) - reach * 0.015, reach * 1.015]),
+        xaxis=axis(
+            "step (= policy version after it)",
+            anchor="y5",
+            range=[min(first - 1.0, 0.0) - reach * 0.015, reach * 1.015],
+        ),
         annotations=captions,
         shapes=[_line(event) for event in marks[:MOST_LINES]],
         hovermode="closest",
@@ -123,7 +167,9 @@ def _scale(rows: Record, panel: Panel) -> dict[str, object]:
 
 def marks_of(record: RunRecord) -> list[PlacedEvent]:
     """Events that are drawn as marks. Scores of evaluations are points of the first panel instead."""
-    return [event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_routine(event)]
+    return [
+        event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_routine(event)
+    ]
 
 
 def _is_routine(event: PlacedEvent) -> bool:
@@ -135,8 +181,14 @@ def _is_routine(event: PlacedEvent) -> bool:
 
 def marks_table(marks: Sequence[PlacedEvent]) -> Table | None:
     """The same for a reader without a pointer."""
-    rows = [(f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]]
-    return table_of(("step", "event", "what it says"), rows, folded=f"Events in words ({len(marks):,})", text=True) if rows else None
+    rows = [
+        (f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]
+    ]
+    return (
+        table_of(("step", "event", "what it says"), rows, folded=f"Events in words ({len(marks):,})", text=True)
+        if rows
+        else None
+    )
 
 
 def label_of(event: PlacedEvent) -> str:
@@ -192,7 +244,8 @@ def _told(event: PlacedEvent) -> str:
 
 
 def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
-    """Evaluation scores as points of the first panel, at the version that they score: one trace a fingerprint, a line only between scores of the same one."""
+    """Evaluation scores as points of the first panel, at the version that they score: one trace a fingerprint, a line
+    only between scores of the same one."""
     scored = [event for event in events if isinstance(event.fields.get("score"), int | float)]
     by_print: dict[str, list[PlacedEvent]] = {}
     for event in scored:

@@ -17,7 +17,8 @@ PHASES = (
     ("publish", "publishes", "#4aa8c9"),
     ("checkpoint", "checkpoints", INK),
 )
-"""Column between `step_` and `_seconds`, what the trainer does in it, and its colour. Waiting is pale: it is what is to be small."""
+"""Column between `step_` and `_seconds`, what the trainer does in it, and its colour. Waiting is pale: it is what is to
+be small."""
 
 
 def phases_figure(rows: Record) -> Figure | None:
@@ -27,8 +28,14 @@ def phases_figure(rows: Record) -> Figure | None:
     size = max(1, -(-len(rows) // MOST_BARS))
     steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
     seconds = [(name, colour, _mean(rows.column(f"step_{phase}_seconds"), size)) for phase, name, colour in PHASES]
-    rest = np.clip(_mean(rows.column("step_seconds"), size) - sum((values for _, _, values in seconds), np.zeros(len(steps))), 0.0, None)
-    traces = [_bars(name, colour, steps, values) for name, colour, values in (*seconds, ("between steps", "#f0b429", rest))]
+    rest = np.clip(
+        _mean(rows.column("step_seconds"), size) - sum((values for _, _, values in seconds), np.zeros(len(steps))),
+        0.0,
+        None,
+    )
+    traces = [
+        _bars(name, colour, steps, values) for name, colour, values in (*seconds, ("between steps", "#f0b429", rest))
+    ]
     layout = layout_of(
         320,
         barmode="stack",
@@ -92,5 +99,10 @@ def endings_figure(found: Sequence[Ending]) -> Figure:
         "hovertemplate": "%{y}: %{x} dispatches<extra></extra>",
     }
     margin = {"l": 8, "r": 24, "t": 8, "b": 44}
-    layout = layout_of(90 + 34 * len(ordered), xaxis=axis("dispatches (groups)", rangemode="tozero"), yaxis=axis(ticksuffix=" "), margin=margin)
+    layout = layout_of(
+        90 + 34 * len(ordered),
+        xaxis=axis("dispatches (groups)", rangemode="tozero"),
+        yaxis=axis(ticksuffix=" "),
+        margin=margin,
+    )
     return Figure(key="dispatches", traces=[bars], layout=layout)

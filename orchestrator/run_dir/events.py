@@ -1,4 +1,5 @@
-"""`events.jsonl` read on from where the last look ended: events of the run with their place, and how many dispatches had ended so by then.
+"""`events.jsonl` read on from where the last look ended: events of the run with their place, and how many dispatches
+had ended so by then.
 
 A line that is being written waits for the next look; one that is no event is counted, and the rest is read.
 """
@@ -20,7 +21,13 @@ OF_ONE_DISPATCH = frozenset(
     str(kind)
     for kind in EventKind
     if kind
-    not in (EventKind.EPOCH_OPENED, EventKind.STEP_COMMITTED, EventKind.STEP_TAKEN_BACK, EventKind.VERSION_COMMITTED, EventKind.VERSION_ORPHANED)
+    not in (
+        EventKind.EPOCH_OPENED,
+        EventKind.STEP_COMMITTED,
+        EventKind.STEP_TAKEN_BACK,
+        EventKind.VERSION_COMMITTED,
+        EventKind.VERSION_ORPHANED,
+    )
 )
 """Kinds that no rule reads and no page draws one by one."""
 ENDED = frozenset(map(str, (EventKind.FAILED, EventKind.REJECTED)))
@@ -59,7 +66,11 @@ class EventLog:
                     return
                 begin, self._offset = self._offset, self._offset + len(line)
                 kind = _KIND.search(line)
-                if kind is not None and (name := kind.group(1).decode(errors="replace")) in OF_ONE_DISPATCH and name not in ENDED:
+                if (
+                    kind is not None
+                    and (name := kind.group(1).decode(errors="replace")) in OF_ONE_DISPATCH
+                    and name not in ENDED
+                ):
                     continue
                 try:
                     self._take(cast("dict[str, Any]", json.loads(line)))
@@ -80,7 +91,11 @@ class EventLog:
             self._counts[f"{kind}:{event.get('reason')}"] += 1
         self._number, self._at_s = number, at_s
         if kind not in OF_ONE_DISPATCH:
-            fields = {key: value for key, value in event.items() if key not in ("number", "at_s", "kind") and isinstance(value, str | int | float | None)}
+            fields = {
+                key: value
+                for key, value in event.items()
+                if key not in ("number", "at_s", "kind") and isinstance(value, str | int | float | None)
+            }
             self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
 
     def all(self, lineage: Lineage) -> list[RunEvent]:
@@ -89,7 +104,11 @@ class EventLog:
 
     def newest(self) -> str:
         """When the newest event happened, in words; nothing before the first."""
-        return f", and its newest event is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._at_s))}" if self._at_s else ""
+        return (
+            f", and its newest event is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._at_s))}"
+            if self._at_s
+            else ""
+        )
 
     def tally_at(self, step: int) -> Mapping[str, float]:
         """Dispatches that had ended by the end of `step`, by `failed:REASON` and `rejected:REASON`."""
@@ -98,11 +117,17 @@ class EventLog:
     def notes(self) -> list[str]:
         """What could not be read."""
         if not self._path.is_file():
-            return [f"{self._path.name} is missing: failures, evaluations, versions and findings of the consistency service are not seen"]
+            return [
+                f"{self._path.name} is missing: failures, evaluations, versions and findings of the consistency service"
+                " are not seen"
+            ]
         if not self._broken:
             return []
         lines = "1 line" if len(self._broken) == 1 else f"{len(self._broken)} lines"
-        return [f"{lines} of {self._path.name} cannot be read and {'is' if len(self._broken) == 1 else 'are'} left out (the first at byte {self._broken[0]})"]
+        return [
+            f"{lines} of {self._path.name} cannot be read and {'is' if len(self._broken) == 1 else 'are'} left out (the"
+            f" first at byte {self._broken[0]})"
+        ]
 
 
 def _counts(lineage: Lineage, epoch: int, event: RunEvent) -> bool:

@@ -1,4 +1,5 @@
-"""Histograms on disk: `histograms/part-N.parquet` holds what was counted, by bucket, in the steps since the part before it.
+"""Histograms on disk: `histograms/part-N.parquet` holds what was counted, by bucket, in the steps since the part before
+it.
 
 A part ends at every checkpoint, so a resume takes whole parts back and never half of one.
 """
@@ -40,9 +41,14 @@ class HistogramRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the next part, unless nothing new was counted. Raises OSError; what the disk refuses is in the next part."""
+        """Write the next part, unless nothing new was counted. Raises OSError; what the disk refuses is in the next
+        part."""
         self._steps = 0
-        counted = {(name, labels): now.counts for name, series in self._counted.copy().items() for labels, now in series.items()}
+        counted = {
+            (name, labels): now.counts
+            for name, series in self._counted.copy().items()
+            for labels, now in series.items()
+        }
         self._parts.write([row for (name, labels), now in counted.items() for row in self._rows(name, labels, now)])
         self._written = counted
 
@@ -53,6 +59,14 @@ class HistogramRecorder:
             return []
         told = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
         newest = self._newest
-        where = {"trainer_epoch": newest.trainer_epoch, "last_step": newest.version, "signal": metric.column, "labels": told}
+        where = {
+            "trainer_epoch": newest.trainer_epoch,
+            "last_step": newest.version,
+            "signal": metric.column,
+            "labels": told,
+        }
         # Empty buckets come along: a reader learns the buckets from the rows.
-        return [{**where, "upper": end, "count": new - old} for end, new, old in zip((*metric.buckets, math.inf), now, before, strict=True)]
+        return [
+            {**where, "upper": end, "count": new - old}
+            for end, new, old in zip((*metric.buckets, math.inf), now, before, strict=True)
+        ]

@@ -17,7 +17,8 @@ class Histograms:
     """All parts of a run, added up."""
 
     counts: Mapping[str, Mapping[str, NDArray[np.int64]]]
-    """By signal (a name of the catalogue without `concord_`) and labels (`name=value`, joined by commas): values a bucket."""
+    """By signal (a name of the catalogue without `concord_`) and labels (`name=value`, joined by commas): values a
+    bucket."""
     ends: Mapping[str, Sequence[float]]
     """Upper ends of a signal's buckets; the last is infinite."""
     notes: tuple[str, ...]
@@ -34,8 +35,16 @@ class Histograms:
 def read_histograms(directory: Path, lineage: Lineage) -> Histograms:
     """Add up the parts of steps that count. One that cannot be read is noted, and its counts are missing."""
     parts = PartReader(directory, ("trainer_epoch", "last_step", "signal", "labels", "upper", "count"))
-    rows = [row for table in parts.new() for row in cast("list[dict[str, Any]]", table.to_pylist()) if lineage.counts(row["trainer_epoch"], row["last_step"])]
-    ends = {signal: sorted({float(row["upper"]) for row in rows if row["signal"] == signal}) for signal in sorted({row["signal"] for row in rows})}
+    rows = [
+        row
+        for table in parts.new()
+        for row in cast("list[dict[str, Any]]", table.to_pylist())
+        if lineage.counts(row["trainer_epoch"], row["last_step"])
+    ]
+    ends = {
+        signal: sorted({float(row["upper"]) for row in rows if row["signal"] == signal})
+        for signal in sorted({row["signal"] for row in rows})
+    }
     counts: dict[str, dict[str, NDArray[np.int64]]] = {}
     for row in rows:
         of_signal = counts.setdefault(row["signal"], {})

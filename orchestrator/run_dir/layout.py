@@ -1,4 +1,5 @@
-"""The run directory: its layout, its creation, and what is kept in it. Everything but the logs is complete or absent."""
+"""The run directory: its layout, its creation, and what is kept in it. Everything but the logs is complete or
+absent."""
 
 import json
 import os
@@ -126,7 +127,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def refuse_taken_name(config: RunConfig) -> None:
-    """Say that the run's name is taken before any work is done for it; the run directory's creation says it again, for two that start together.
+    """Say that the run's name is taken before any work is done for it; the run directory's creation says it again, for
+    two that start together.
 
     Raises:
         UserError: the name exists.
@@ -137,7 +139,9 @@ def refuse_taken_name(config: RunConfig) -> None:
 
 
 def _taken(path: Path) -> UserError:
-    return UserError(f"run {path.name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name")
+    return UserError(
+        f"run {path.name!r} exists at {path}; continue it with `concord resume {path}`, or choose another --name"
+    )
 
 
 def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
@@ -158,7 +162,9 @@ def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
     except FileExistsError as cause:
         raise _taken(path) from cause
     except OSError as cause:
-        raise UserError(f"cannot write the run directory {path}: {cause.strerror}; set run.dir to a writable folder with free space") from cause
+        raise UserError(
+            f"cannot write the run directory {path}: {cause.strerror}; set run.dir to a writable folder with free space"
+        ) from cause
     return run
 
 
@@ -172,11 +178,17 @@ def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     try:
         document = json.loads(run.config.read_text())
     except (OSError, ValueError) as cause:
-        raise UserError(f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` printed") from cause
+        raise UserError(
+            f"{path} is not a run directory: {run.config} is missing or unreadable; give the folder that `concord run` "
+            "printed"
+        ) from cause
     try:
         config = parse_config(document, str(run.config))
     except UserError as cause:
-        raise UserError(f"another version of Concord wrote {path}, or its config was edited; open it with the version that wrote it\n{cause}") from cause
+        raise UserError(
+            f"another version of Concord wrote {path}, or its config was edited; open it with the version that wrote "
+            f"it\n{cause}"
+        ) from cause
     return run, parse_config(document, str(run.config), overrides) if overrides else config
 
 

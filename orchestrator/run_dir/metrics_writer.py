@@ -1,4 +1,5 @@
-"""Writes one row a step into `metrics/part-N.parquet`, and one a step, block and signal into `block_metrics/part-N.parquet`.
+"""Writes one row a step into `metrics/part-N.parquet`, and one a step, block and signal into
+`block_metrics/part-N.parquet`.
 
 Knows the catalogue; refuses anything that is not in it.
 """
@@ -55,7 +56,8 @@ class Parts:
 
 
 class _Buffer:
-    """The rows of the steps that no part holds yet, step by step. Those that a disk refuses wait for the next part, the newest `MOST_HELD_STEPS`."""
+    """The rows of the steps that no part holds yet, step by step. Those that a disk refuses wait for the next part, the
+    newest `MOST_HELD_STEPS`."""
 
     def __init__(self, parts: Parts, steps_per_part: int) -> None:
         self._parts, self._steps_per_part = parts, steps_per_part
@@ -95,8 +97,8 @@ class MetricsRecorder:
         """
         if set(row) != set(COLUMNS):
             raise ConcordError(
-                f"metric row has undeclared {sorted(set(row) - set(COLUMNS))} and lacks {sorted(set(COLUMNS) - set(row))}; declare metrics "
-                "in orchestrator/metrics"
+                f"metric row has undeclared {sorted(set(row) - set(COLUMNS))} and lacks "
+                f"{sorted(set(COLUMNS) - set(row))}; declare metrics in orchestrator/metrics"
             )
         self._buffer.add((row,))
 
@@ -121,9 +123,17 @@ class BlockRecorder:
         for one in values:
             labels = ("block",) if one.head is None else ("block", "head")
             if _LABELS.get(one.signal) != labels:
-                raise ConcordError(f"got a value of {one.signal} with labels {labels}, declared are {_LABELS.get(one.signal)}; see orchestrator/metrics")
+                raise ConcordError(
+                    f"got a value of {one.signal} with labels {labels}, declared are {_LABELS.get(one.signal)}; see "
+                    "orchestrator/metrics"
+                )
         of_step = {"trainer_epoch": policy.trainer_epoch, "step": policy.version}
-        self._buffer.add([{**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value} for one in values])
+        self._buffer.add(
+            [
+                {**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value}
+                for one in values
+            ]
+        )
 
     def flush(self) -> None:
         """Write what is buffered. Raises OSError; what the disk refuses is kept."""

@@ -1,4 +1,5 @@
-"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told, and the rest is read."""
+"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told,
+and the rest is read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,9 @@ class PartReader:
                 continue
             lacks = [name for name in self._needed if name not in table.column_names]
             if lacks:
-                self._left_out.setdefault(f"there is no column {', '.join(lacks)} in it, so another version of Concord wrote it", []).append(path)
+                self._left_out.setdefault(
+                    f"there is no column {', '.join(lacks)} in it, so another version of Concord wrote it", []
+                ).append(path)
             else:
                 found.append(table)
         return found
@@ -55,10 +58,15 @@ class PartReader:
         """What could not be read, in words: a line a reason."""
         folder = self._directory.name
         strange = sorted(path.name for path in self._directory.glob("part-*.parquet") if not _NAME.fullmatch(path.name))
-        others = f"{folder}/{strange[0]}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}" if strange else ""
-        unnamed = [f"{others} is left out: a part is named part-N.parquet; rename it, or move it away"] if strange else []
+        others = (
+            f"{folder}/{strange[0]}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}" if strange else ""
+        )
+        unnamed = (
+            [f"{others} is left out: a part is named part-N.parquet; rename it, or move it away"] if strange else []
+        )
         return unnamed + [
-            f"{folder}/{paths[0].name}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} cannot be read, what it holds is missing: {reason}"
+            f"{folder}/{paths[0].name}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} cannot be read, what it"
+            f" holds is missing: {reason}"
             for reason, paths in self._left_out.items()
         ]
 
@@ -72,4 +80,8 @@ def numbers(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table
 
 def joined(parts: Sequence[Mapping[str, Column]], name: str) -> Column:
     """A column of all parts, one after another."""
-    return np.concatenate([part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts]) if parts else np.empty(0)
+    return (
+        np.concatenate([part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts])
+        if parts
+        else np.empty(0)
+    )

@@ -1,4 +1,5 @@
-"""One run directory, read again and again: metric parts, block parts and events, each only once. Never writes, never opens the store for writing.
+"""One run directory, read again and again: metric parts, block parts and events, each only once. Never writes, never
+opens the store for writing.
 
 What is missing is told, never guessed: a run that still goes on has rows in memory that no part holds yet.
 """
@@ -33,7 +34,11 @@ class RunReader:
         self.run = RunDir(path.absolute())
         self._wanted = _wanted_steps(self.run)
         self._store = _store_trouble(self.run)
-        self._events, self._rows, self._blocks = EventLog(self.run.events), StepRows(self.run.metrics), BlockRows(self.run.block_metrics)
+        self._events, self._rows, self._blocks = (
+            EventLog(self.run.events),
+            StepRows(self.run.metrics),
+            BlockRows(self.run.block_metrics),
+        )
         self._lineage = Lineage({})
 
     def read(self) -> tuple[Record, tuple[str, ...]]:
@@ -64,7 +69,11 @@ class RunReader:
     def _behind(self, record: Record) -> list[str]:
         version = self._events.version
         if version > record.last_step:
-            steps = f"step {version} is" if version == record.last_step + 1 else f"steps {record.last_step + 1} to {version} are"
+            steps = (
+                f"step {version} is"
+                if version == record.last_step + 1
+                else f"steps {record.last_step + 1} to {version} are"
+            )
             return [f"{steps} in no metric part yet ({PARTS})"]
         return [] if record.steps.size else [f"there is no metric part yet: no series is seen ({PARTS})"]
 
@@ -77,13 +86,17 @@ class RunReader:
             version = json.loads(run.summary.read_bytes())["version"]
         except (OSError, ValueError, KeyError, TypeError):
             return ["summary.json cannot be read: how the run ended is not known"]
-        return [] if self._wanted in (None, version) else [f"the run was stopped after step {version} of {self._wanted}"]
+        return (
+            [] if self._wanted in (None, version) else [f"the run was stopped after step {version} of {self._wanted}"]
+        )
 
 
 def _wanted_steps(run: RunDir) -> int | None:
     """`run.steps` of the config; None where another version wrote it otherwise."""
     if not run.config.is_file():
-        raise UserError(f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed")
+        raise UserError(
+            f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed"
+        )
     with boundary(UserError, f"{run.config} is no JSON; restore it"):
         config: object = json.loads(run.config.read_bytes())
     if not isinstance(config, dict):

@@ -1,4 +1,5 @@
-"""A run as series: columns by step, failures by reason, events. Numpy only; where it comes from (files, a live loop) it never knows."""
+"""A run as series: columns by step, failures by reason, events. Numpy only; where it comes from (files, a live loop) it
+never knows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ class Record:
             ConcordError: the catalogue declares no such column.
         """
         if name not in _DECLARED:
-            raise ConcordError(f"got column {name!r}, which the catalogue does not declare; see orchestrator/metrics/catalogue.py")
+            raise ConcordError(
+                f"got column {name!r}, which the catalogue does not declare; see orchestrator/metrics/catalogue.py"
+            )
         found = self.columns.get(name)
         return np.full(self.steps.size, np.nan) if found is None else found
 
@@ -79,7 +82,10 @@ class Record:
             ConcordError: the catalogue declares no such signal.
         """
         if signal not in _BLOCK_SIGNALS:
-            raise ConcordError(f"got signal {signal!r} of blocks, which the catalogue does not declare; see orchestrator/metrics/catalogue.py")
+            raise ConcordError(
+                f"got signal {signal!r} of blocks, which the catalogue does not declare; see "
+                "orchestrator/metrics/catalogue.py"
+            )
         return {block: values for (name, block), values in self.blocks.items() if name == signal}
 
     def of_kind(self, *kinds: str) -> list[RunEvent]:
@@ -95,7 +101,10 @@ class Record:
 def measured(columns: Mapping[str, Values]) -> dict[str, Values]:
     """Columns with NaN where the catalogue says that nothing was measured."""
     told = {name: columns.get(_MEASURED_BY.get(name, "")) for name in columns}
-    return {name: values if (by := told[name]) is None else np.where(by == UNMEASURED, np.nan, values) for name, values in columns.items()}
+    return {
+        name: values if (by := told[name]) is None else np.where(by == UNMEASURED, np.nan, values)
+        for name, values in columns.items()
+    }
 
 
 def record_of_rows(
@@ -115,7 +124,9 @@ def record_of_rows(
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
     columns = measured({name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names})
     kinds = sorted({kind for tally in tallies for kind in tally})
-    of_blocks = {key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()}
+    of_blocks = {
+        key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()
+    }
     return Record(
         steps=steps,
         columns=columns,

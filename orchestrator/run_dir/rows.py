@@ -46,9 +46,15 @@ class StepRows:
         told = self._parts.notes()
         absent, strange = sorted(set(COLUMNS) - self._columns), sorted(self._columns - set(COLUMNS))
         if self._columns and absent:
-            told.append(f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs them sees nothing")
+            told.append(
+                f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs "
+                "them sees nothing"
+            )
         if strange:
-            told.append(f"the metric parts have {len(strange)} columns that this version of Concord does not know ({_some(strange)}): not read")
+            told.append(
+                f"the metric parts have {len(strange)} columns that this version of Concord does not know "
+                f"({_some(strange)}): not read"
+            )
         return told
 
 

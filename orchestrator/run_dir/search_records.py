@@ -1,4 +1,5 @@
-"""What a run keeps of its gradient searches: `gradloc/KEY.json` for people, sums for the metrics, fields for the event. It never searches.
+"""What a run keeps of its gradient searches: `gradloc/KEY.json` for people, sums for the metrics, fields for the event.
+It never searches.
 
 A step that is taken twice (the first time it was skipped) has its searches in one file, in order.
 """
@@ -27,8 +28,14 @@ EventFields = dict[str, str | int | float | bool | None]
 class SearchRecords:
     """One driver's life."""
 
-    def __init__(self, folder: Path | None = None, tokenizer: Callable[[], Tokenizer] | None = None, side_files: SideFiles | None = None) -> None:
-        """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for at the first search.
+    def __init__(
+        self,
+        folder: Path | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
+        side_files: SideFiles | None = None,
+    ) -> None:
+        """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for
+        at the first search.
 
         A file that cannot be written is told to `side_files`; without them it raises.
         """
@@ -54,7 +61,11 @@ class SearchRecords:
         document = self._document(evidence) | {"saved": saved}
         if self._folder is not None:
             path = self._folder / f"{policy.key}.json"
-            with nullcontext() if self._side_files is None else self._side_files.spared(f"{self._folder.name}/{path.name}"):
+            with (
+                nullcontext()
+                if self._side_files is None
+                else self._side_files.spared(f"{self._folder.name}/{path.name}")
+            ):
                 _write(path, policy, document)
         return _event(policy, document)
 
@@ -67,12 +78,20 @@ class SearchRecords:
     def _text(self, culprit: Culprit) -> dict[str, str]:
         """The token and what stands around it, special tokens included."""
         at, ids = culprit.position - culprit.context_start, culprit.context_token_ids
-        return {"text_before": self._decoded(ids[:at]), "token_text": self._decoded(ids[at : at + 1]), "text_after": self._decoded(ids[at + 1 :])}
+        return {
+            "text_before": self._decoded(ids[:at]),
+            "token_text": self._decoded(ids[at : at + 1]),
+            "text_after": self._decoded(ids[at + 1 :]),
+        }
 
     def _decoded(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None and self._make_tokenizer is not None:
             self._tokenizer = self._make_tokenizer()
-        return "" if self._tokenizer is None else self._tokenizer.decode(np.array(ids, dtype=np.int32), skip_special_tokens=False)
+        return (
+            ""
+            if self._tokenizer is None
+            else self._tokenizer.decode(np.array(ids, dtype=np.int32), skip_special_tokens=False)
+        )
 
 
 def _write(path: Path, policy: PolicyVersion, document: dict[str, Any]) -> None:
@@ -87,7 +106,11 @@ def _write(path: Path, policy: PolicyVersion, document: dict[str, Any]) -> None:
 
 def _plain(evidence: GradLocEvidence | Culprit) -> dict[str, Any]:
     """Fields as JSON: pairs by block become an object, a policy its key, and what is not a finite number null."""
-    return {field.name: _value(field.name, getattr(evidence, field.name)) for field in dataclasses.fields(evidence) if field.name != "culprits"}
+    return {
+        field.name: _value(field.name, getattr(evidence, field.name))
+        for field in dataclasses.fields(evidence)
+        if field.name != "culprits"
+    }
 
 
 def _value(name: str, value: object) -> object:
@@ -105,7 +128,20 @@ def _number(value: float) -> float | None:
 
 
 _OF_THE_SEARCH = (
-    *("outcome", "trigger", "action", "acted", "loss", "grad_norm", "threshold", "tau", "explained", "passes", "tokens_forwarded", "seconds"),
+    *(
+        "outcome",
+        "trigger",
+        "action",
+        "acted",
+        "loss",
+        "grad_norm",
+        "threshold",
+        "tau",
+        "explained",
+        "passes",
+        "tokens_forwarded",
+        "seconds",
+    ),
     *("removed_terms", "grad_norm_after", "exceeds_after", "saved"),
 )
 _OF_THE_CULPRIT = (
@@ -118,7 +154,12 @@ def _event(policy: PolicyVersion, document: dict[str, Any]) -> EventFields:
     """One row: the search, and its first culprit; norms of blocks and all others are in the file."""
     culprits = document["culprits"]
     first = {name: culprits[0][name] for name in _OF_THE_CULPRIT} if culprits else {}
-    return {"step": policy.version, **{name: document[name] for name in _OF_THE_SEARCH}, "culprits": len(culprits), **first}
+    return {
+        "step": policy.version,
+        **{name: document[name] for name in _OF_THE_SEARCH},
+        "culprits": len(culprits),
+        **first,
+    }
 
 
 def read_searches(run: RunDir) -> list[dict[str, Any]]:
@@ -130,8 +171,9 @@ def read_searches(run: RunDir) -> list[dict[str, Any]]:
     found = stored_searches(run)
     if not found:
         raise UserError(
-            f"run {run.path} has no gradient search: no step's norm was above its threshold, no block's scale below trainer.gradloc.scale_floor, and nothing "
-            "was not finite; to search sooner lower trainer.gradloc.threshold.multiple, or check that trainer.gradloc.enabled is true"
+            f"run {run.path} has no gradient search: no step's norm was above its threshold, no block's scale below "
+            "trainer.gradloc.scale_floor, and nothing was not finite; to search sooner lower "
+            "trainer.gradloc.threshold.multiple, or check that trainer.gradloc.enabled is true"
         )
     return found
 
@@ -164,7 +206,9 @@ def stored_search(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it is broken, or its name is not that of its step.
     """
-    with boundary(UserError, f"cannot read {file} (copy the run directory again, or move the file away to see the others)"):
+    with boundary(
+        UserError, f"cannot read {file} (copy the run directory again, or move the file away to see the others)"
+    ):
         document = cast("dict[str, Any]", json.loads(file.read_bytes()))
         if document["policy"] != file.stem:
             raise ValueError(f"it holds the search of step {document['policy']}")

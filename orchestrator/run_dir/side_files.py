@@ -1,4 +1,5 @@
-"""Files of a run that no accounting rests on: metric parts, gradient searches, baselines. A disk that refuses one is told and counted, and ends no training.
+"""Files of a run that no accounting rests on: metric parts, gradient searches, baselines. A disk that refuses one is
+told and counted, and ends no training.
 
 What the accounting rests on (store, weights, checkpoints) is another matter: that ends the run with the cure.
 """
@@ -27,7 +28,8 @@ class SideFiles:
 
     @contextmanager
     def spared(self, what: str) -> Generator[None]:
-        """Inside, `what` is written or removed; trouble with the disk stays inside. It is told, and again after `what` has worked."""
+        """Inside, `what` is written or removed; trouble with the disk stays inside. It is told, and again after `what`
+        has worked."""
         try:
             yield
         except (OSError, SideFileError) as error:

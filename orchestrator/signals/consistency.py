@@ -1,4 +1,5 @@
-"""Reduces what audits found to declared columns and to the summary. Of several replicas the worst is shown; per-replica numbers are in the events."""
+"""Reduces what audits found to declared columns and to the summary. Of several replicas the worst is shown; per-replica
+numbers are in the events."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,7 +15,9 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
     """The consistency columns of a metric row; without a service all is as before the first audit."""
     sums = ConsistencySums() if consistency is None else consistency.sums
     gaps = [gap for gap in sums.gaps.values() if gap.num_tokens]
-    multiples = [] if consistency is None else [m for gap in gaps if (m := consistency.baseline_multiple(gap)) is not None]
+    multiples = (
+        [] if consistency is None else [m for gap in gaps if (m := consistency.baseline_multiple(gap)) is not None]
+    )
     return {
         "consistency_gap_mean": _worst(gaps, lambda gap: gap.mean_abs),
         "consistency_gap_k3": _worst(gaps, lambda gap: gap.k3),
@@ -36,7 +39,8 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
 
 
 def routing_columns(sums: ConsistencySums) -> dict[str, float]:
-    """Of the newest audit: the largest mismatch among replicas that returned routing, the least coverage among those that should have."""
+    """Of the newest audit: the largest mismatch among replicas that returned routing, the least coverage among those
+    that should have."""
     routings = [gap.routing for gap in sums.gaps.values() if gap.routing is not None]
     compared = [routing for routing in routings if routing.num_rows]
     return {

@@ -1,4 +1,5 @@
-"""Everything that Prometheus and the trackers are told, read from the loop as it stands and from the newest step. It serves nothing and blocks nothing.
+"""Everything that Prometheus and the trackers are told, read from the loop as it stands and from the newest step. It
+serves nothing and blocks nothing.
 
 Counters begin at 0 with this process; numbers "since the run began" are gauges, and columns of the rows.
 """
@@ -52,7 +53,9 @@ class LiveSignals:
         self._last_step_s = time.time()
         self._steps += 1
         distributions.observe("concord_step_duration_seconds", row["step_seconds"])
-        for phase, seconds in zip(PHASES, (phases.wait_s, phases.train_s, phases.publish_s, phases.checkpoint_s), strict=True):
+        for phase, seconds in zip(
+            PHASES, (phases.wait_s, phases.train_s, phases.publish_s, phases.checkpoint_s), strict=True
+        ):
             self._phases[phase] += seconds
         for phase, seconds in done.report.phases_s:
             self._trainer_phases[phase if phase in TRAINER_PHASES else OTHER] += seconds
@@ -89,7 +92,10 @@ class LiveSignals:
             **replica_numbers(self._loop.replicas, self._loop.consistency),
             "concord_actor_memory_bytes": {(name,): float(size) for name, size in memory.items()},
         }
-        return Snapshot(numbers={name: series for name, series in numbers.items() if series}, distributions=self._loop.accounts.distributions.copy())
+        return Snapshot(
+            numbers={name: series for name, series in numbers.items() if series},
+            distributions=self._loop.accounts.distributions.copy(),
+        )
 
     def engine_addresses(self) -> dict[int, str]:
         """host:port by slot of engines that serve metrics of their own."""
@@ -129,7 +135,9 @@ class LiveSignals:
             "concord_last_step_timestamp_seconds": {(): self._last_step_s},
             "concord_max_staleness": {(): float(self._max_staleness)},
             "concord_step_phase_seconds_total": {(phase,): seconds for phase, seconds in self._phases.items()},
-            "concord_trainer_phase_seconds_total": {(phase,): seconds for phase, seconds in self._trainer_phases.items()},
+            "concord_trainer_phase_seconds_total": {
+                (phase,): seconds for phase, seconds in self._trainer_phases.items()
+            },
         }
 
     def _score(self) -> Numbers:
@@ -164,7 +172,8 @@ class LiveSignals:
 
 
 class BoundedParts:
-    """Parts of the reward, whose names a reward function makes up: the first `MAX_REWARD_PARTS` are told apart, the others are added up as `other`."""
+    """Parts of the reward, whose names a reward function makes up: the first `MAX_REWARD_PARTS` are told apart, the
+    others are added up as `other`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -1,4 +1,5 @@
-"""Peak resident memory by actor, sampled; children (engine cores) count with the actor that started them, Ray's own processes with nobody."""
+"""Peak resident memory by actor, sampled; children (engine cores) count with the actor that started them, Ray's own
+processes with nobody."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,7 +31,8 @@ class PeakMemory:
 
 
 def tree_rss_bytes(roots: Mapping[str, int]) -> dict[str, int]:
-    """Resident bytes by name: of each root process and its descendants down to the next root. Shared pages count in each. One pass over all processes."""
+    """Resident bytes by name: of each root process and its descendants down to the next root. Shared pages count in
+    each. One pass over all processes."""
     owners = {pid: name for name, pid in roots.items()}
     parents: dict[int, int] = {}
     sizes: dict[int, int] = {}

@@ -1,6 +1,8 @@
-"""Keeps Prometheus and the trackers told while a loop runs, from one reduction. Whatever goes wrong here is told, and never ends the training.
+"""Keeps Prometheus and the trackers told while a loop runs, from one reduction. Whatever goes wrong here is told, and
+never ends the training.
 
-An exporter that cannot go on closes its endpoint: old values that are served as new ones would look like a run that has stalled.
+An exporter that cannot go on closes its endpoint: old values that are served as new ones would look like a run that has
+stalled.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ NO_SINKS = Sinks()
 
 
 class Observing:
-    """From steps, scores and the loop as it stands to snapshots: each step's and score's to the trackers, the newest to the exporter."""
+    """From steps, scores and the loop as it stands to snapshots: each step's and score's to the trackers, the newest to
+    the exporter."""
 
     def __init__(
         self,
@@ -54,7 +57,8 @@ class Observing:
         self._broken = False
 
     async def step(self, done: StepDone, row: dict[str, float]) -> None:
-        """A step ended, with this metric row. It is looked at here and now, so that what the trackers get is of this step."""
+        """A step ended, with this metric row. It is looked at here and now, so that what the trackers get is of this
+        step."""
 
         def look() -> None:
             self._live.step(done, row)

@@ -14,11 +14,15 @@ def replica_numbers(replicas: Replicas, consistency: Consistency | None) -> dict
     known = [replica for replica in replicas if replica.tag is not None]
     return {
         "concord_replica_up": _each(replicas, lambda r: float(r.port is not None and r.applied is not None)),
-        "concord_replica_version": {(str(r.slot),): float(r.applied.version) for r in replicas if r.applied is not None},
+        "concord_replica_version": {
+            (str(r.slot),): float(r.applied.version) for r in replicas if r.applied is not None
+        },
         "concord_replica_canary_gap_nats": _each(known, lambda r: r.canary_gap_nats),
         "concord_replica_canary_tolerance_nats": _each(known, lambda r: r.tolerance_nats),
         "concord_digest_mismatches_total": _each(replicas, lambda r: float(r.digest_mismatches)),
-        "concord_generated_tokens_total": _each(replicas, lambda r: float(r.generated_tokens + r.load.generated_tokens)),
+        "concord_generated_tokens_total": _each(
+            replicas, lambda r: float(r.generated_tokens + r.load.generated_tokens)
+        ),
         **({} if consistency is None else _audited(consistency)),
     }
 
@@ -30,19 +34,32 @@ def _each(replicas: Iterable[Replica], value: Callable[[Replica], float]) -> dic
 def _audited(consistency: Consistency) -> dict[str, dict[LabelValues, float]]:
     gaps = [gap for gap in consistency.sums.gaps.values() if gap.num_tokens]
     routed = [(str(gap.replica), gap.routing) for gap in gaps if gap.routing is not None]
-    baselines = [(str(gap.replica), baseline.mean_abs) for gap in gaps if (baseline := consistency.baseline_of(gap.replica)) is not None]
-    multiples = [(str(gap.replica), multiple) for gap in gaps if (multiple := consistency.baseline_multiple(gap)) is not None]
+    baselines = [
+        (str(gap.replica), baseline.mean_abs)
+        for gap in gaps
+        if (baseline := consistency.baseline_of(gap.replica)) is not None
+    ]
+    multiples = [
+        (str(gap.replica), multiple) for gap in gaps if (multiple := consistency.baseline_multiple(gap)) is not None
+    ]
     return {
-        "concord_replica_gap_nats": {(str(gap.replica), name): value for gap in gaps for name, value in _statistics(gap)},
+        "concord_replica_gap_nats": {
+            (str(gap.replica), name): value for gap in gaps for name, value in _statistics(gap)
+        },
         "concord_replica_gap_limit_nats": {(str(gap.replica),): gap.mean_abs_limit for gap in gaps},
         "concord_replica_gap_k3_nats": {(str(gap.replica),): gap.k3 for gap in gaps},
         "concord_replica_ess": {(str(gap.replica),): gap.ess for gap in gaps},
         "concord_replica_tail": {(str(gap.replica),): gap.outside_factor_two for gap in gaps},
         "concord_replica_baseline_nats": {(slot,): value for slot, value in baselines},
         "concord_replica_baseline_multiple": {(slot,): value for slot, value in multiples},
-        "concord_replica_attributed_nats": {(str(gap.replica), cause): nats for gap in gaps for cause, nats in attributed(gap).items()},
+        "concord_replica_attributed_nats": {
+            (str(gap.replica), cause): nats for gap in gaps for cause, nats in attributed(gap).items()
+        },
         "concord_replica_routing_mismatch": {
-            (slot, str(block)): mismatch for slot, routing in routed if routing.num_rows for block, mismatch in enumerate(routing.block_mismatch)
+            (slot, str(block)): mismatch
+            for slot, routing in routed
+            if routing.num_rows
+            for block, mismatch in enumerate(routing.block_mismatch)
         },
         "concord_replica_routing_coverage": {(slot,): routing.coverage for slot, routing in routed},
     }

@@ -38,7 +38,9 @@ class Signals:
             steps=self._totals.steps + 1,
             trajectories_trained=self._totals.trajectories_trained + len(report.trained_ids),
             trajectories_masked=self._totals.trajectories_masked + len(report.masked_ids),
-            trajectories_dropped=self._totals.trajectories_dropped + done.facts.num_trajectories - len(report.trained_ids),
+            trajectories_dropped=self._totals.trajectories_dropped
+            + done.facts.num_trajectories
+            - len(report.trained_ids),
         )
         self._row = {
             **self._of_step(done),
@@ -57,7 +59,12 @@ class Signals:
     def live_row(self) -> dict[str, float]:
         """The newest row with what has changed since; before the first step, only what does not need one."""
         wall_s = time.monotonic() - self._begun
-        return {**self._row, **self._of_loop(), **consistency_row(self._loop.consistency, wall_s), "wall_seconds": wall_s}
+        return {
+            **self._row,
+            **self._of_loop(),
+            **consistency_row(self._loop.consistency, wall_s),
+            "wall_seconds": wall_s,
+        }
 
     def _of_step(self, done: StepDone) -> dict[str, float]:
         report, facts, accounts = done.report, done.facts, self._loop.accounts
@@ -87,7 +94,9 @@ class Signals:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "learning_rate": report.learning_rate,
-            "max_attention_logit": max((logit for _, heads in report.attention_logits for logit in heads), default=-1.0),
+            "max_attention_logit": max(
+                (logit for _, heads in report.attention_logits for logit in heads), default=-1.0
+            ),
             "abs_logprob_difference_mean": report.mean_abs_logprob_difference,
             "abs_rollout_difference_mean": report.mean_abs_rollout_difference,
             "abs_engine_difference_mean": report.mean_abs_engine_difference,
@@ -195,4 +204,7 @@ def write_summary(run: RunDir, summary: Mapping[str, object]) -> None:
 
 
 def _searches(kept: SearchRecords) -> dict[str, float]:
-    return {f"gradloc_runs_{outcome}": kept.outcomes[outcome] for outcome in SEARCH_OUTCOMES} | {"gradloc_passes": kept.passes, "gradloc_seconds": kept.seconds}
+    return {f"gradloc_runs_{outcome}": kept.outcomes[outcome] for outcome in SEARCH_OUTCOMES} | {
+        "gradloc_passes": kept.passes,
+        "gradloc_seconds": kept.seconds,
+    }

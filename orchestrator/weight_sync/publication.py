@@ -1,10 +1,10 @@
 """From a manifest to a committed version: the only edge of the loop that goes back.
 
-Consumes manifests from the training loop; has every live replica apply and verify them; commits the ledger when all healthy
-replicas have answered; retires and restarts those that fail. Waits for engines. With weights on disk it never makes the trainer wait; what
-travels from GPU to GPU must not change on its way, so the trainer then waits for `transferred`.
-Publications are serial. A waiting manifest is superseded by a newer one, except in deterministic mode, where every version is applied in turn
-after the engines have drained.
+Consumes manifests from the training loop; has every live replica apply and verify them; commits the ledger when all
+healthy replicas have answered; retires and restarts those that fail. Waits for engines. With weights on disk it never
+makes the trainer wait; what travels from GPU to GPU must not change on its way, so the trainer then waits for
+`transferred`. Publications are serial. A waiting manifest is superseded by a newer one, except in deterministic mode,
+where every version is applied in turn after the engines have drained.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ class Publisher:
         """The manifest that new incarnations start on."""
         self.superseded = 0
         self.ready_to_apply: Callable[[], Awaitable[None]] | None = None
-        """Awaited before each update. Deterministic mode: until nothing runs and nothing may start; with evaluations: until version 0 is scored."""
+        """Awaited before each update. Deterministic mode: until nothing runs and nothing may start; with evaluations:
+        until version 0 is scored."""
 
     def offer(self, manifest: WeightManifest) -> None:
         """A newer policy is on disk."""
@@ -66,7 +67,8 @@ class Publisher:
         self._offered.set()
 
     async def transferred(self) -> None:
-        """With a GPU transport: wait until no replica takes bytes from the trainer any more. With disk none does: returns at once."""
+        """With a GPU transport: wait until no replica takes bytes from the trainer any more. With disk none does:
+        returns at once."""
         if self._transfer is not None:
             await self._settled.wait()
 
@@ -90,7 +92,8 @@ class Publisher:
             await self._joined.wait()
 
     async def _publish(self, manifest: WeightManifest) -> None:
-        """Bring every live replica to `manifest`. Replicas that die of it come back; the manifest is then tried again, unless a newer one waits."""
+        """Bring every live replica to `manifest`. Replicas that die of it come back; the manifest is then tried again,
+        unless a newer one waits."""
         failures: list[ConcordError] = []
         for _ in range(MAX_TRIES):
             async with self._weights_lock:
@@ -109,7 +112,9 @@ class Publisher:
             await self._a_replica_serves()
             if self._waiting and self._mode is not PauseMode.DRAIN:
                 return
-        raise WeightSyncError(f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, failures)) or 'none is alive'}")
+        raise WeightSyncError(
+            f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, failures)) or 'none is alive'}"
+        )
 
     async def _update_all(self, live: Sequence[Replica], manifest: WeightManifest) -> list[ApplyReport | ConcordError]:
         """The answer of each replica; with a GPU transport the trainer sends meanwhile.
@@ -137,7 +142,8 @@ class Publisher:
             return error
 
     async def restart(self, replica: Replica) -> None:
-        """Start a new incarnation of a retired slot on the committed weights, and catch up with what was committed meanwhile."""
+        """Start a new incarnation of a retired slot on the committed weights, and catch up with what was committed
+        meanwhile."""
         first = self.committed
         with self._hold(first.policy):
             await self._replicas.start(replica, first)

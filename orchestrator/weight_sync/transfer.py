@@ -1,7 +1,9 @@
-"""The trainer's side of a weight update that travels from GPU to GPU. Decides when it sends; the trainer decides where they meet.
+"""The trainer's side of a weight update that travels from GPU to GPU. Decides when it sends; the trainer decides where
+they meet.
 
-Disk stays the way back from everything: a new incarnation starts from the published directory. A transfer that breaks off ends the run,
-since the trainer and every replica in it may hang inside a collective; nothing falls back to disk silently.
+Disk stays the way back from everything: a new incarnation starts from the published directory. A transfer that breaks
+off ends the run, since the trainer and every replica in it may hang inside a collective; nothing falls back to disk
+silently.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -39,7 +41,8 @@ class Transfer(Protocol):
 
 
 class GpuTransfer:
-    """Implements `Transfer` over the trainer's ranks. With nccl both sides meet in the transfer; with ipc the trainer exports, then engines read."""
+    """Implements `Transfer` over the trainer's ranks. With nccl both sides meet in the transfer; with ipc the trainer
+    exports, then engines read."""
 
     def __init__(self, trainer: TrainerPort, workers: int, deadline_s: float) -> None:
         self._trainer = trainer
@@ -62,8 +65,8 @@ class GpuTransfer:
             return await within(answer, self._deadline_s, f"the trainer to {verb} {manifest.policy.key}")
         except ConcordError as error:
             raise WeightSyncError(
-                f"the trainer could not {verb} {manifest.policy.key} from GPU to GPU: {error}; resume the run, and if it comes again set "
-                'weights.transport = "disk"'
+                f"the trainer could not {verb} {manifest.policy.key} from GPU to GPU: {error}; resume the run, and if"
+                ' it comes again set weights.transport = "disk"'
             ) from error
 
 

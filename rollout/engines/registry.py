@@ -1,11 +1,6 @@
 """From an engine's config section to the engine. Imports an inference library only when its engine is chosen."""
 
-from rollout.config import (
-    EngineConfig,
-    SamplingConfig,
-    ScriptedConfig,
-    TorchEngineConfig,
-)
+from rollout.config import EngineConfig, SamplingConfig, ScriptedConfig, TorchEngineConfig
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.protocols import Engine
 

@@ -1,1 +1,2 @@
-"""Prompt sources and environments: where tasks come from and what the world answers. One module each; `registry` chooses by config."""
+"""Prompt sources and environments: where tasks come from and what the world answers. One module each; `registry`
+chooses by config."""

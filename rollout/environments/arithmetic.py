@@ -1,6 +1,8 @@
-"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no tokenizer.
+"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no
+tokenizer.
 
-With several turns a prompt carries the later sums in its metadata, under `LATER`, and they are asked one after the other.
+With several turns a prompt carries the later sums in its metadata, under `LATER`, and they are asked one after the
+other.
 """
 
 from collections.abc import Iterable
@@ -35,9 +37,18 @@ class ArithmeticSource:
         if config.digits > _MOST_DIGITS:
             raise UserError(f"got environment.digits = {config.digits}; expected at most {_MOST_DIGITS}")
         if config.prompts + skip > 100**config.digits:
-            wanted = f"environment.prompts = {config.prompts}" if not skip else f"environment.prompts = {skip} and evaluation.prompts = {config.prompts}"
-            raise UserError(f"got {wanted}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or raise digits")
-        self._take(_distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:], config.digits, config.turns, seed)
+            wanted = (
+                f"environment.prompts = {config.prompts}"
+                if not skip
+                else f"environment.prompts = {skip} and evaluation.prompts = {config.prompts}"
+            )
+            raise UserError(
+                f"got {wanted}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or"
+                " raise digits"
+            )
+        self._take(
+            _distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:], config.digits, config.turns, seed
+        )
 
     def _take(self, operands: NDArray[np.int64], digits: int, turns: int, seed: int) -> None:
         self._operands, self._digits, self._turns = operands, digits, turns
@@ -73,7 +84,12 @@ class EasySums(ArithmeticSource):
 
     def __init__(self, digits: int, seed: int, held_out: Iterable[Prompt] = ()) -> None:
         kept_out = {prompt.prompt_id for prompt in held_out}
-        pairs = [(left, right) for left in range(10) for right in range(10 - left) if f"{left:0{digits}d}+{right:0{digits}d}" not in kept_out]
+        pairs = [
+            (left, right)
+            for left in range(10)
+            for right in range(10 - left)
+            if f"{left:0{digits}d}+{right:0{digits}d}" not in kept_out
+        ]
         self._take(np.array(pairs, dtype=np.int64), digits, 1, seed)
 
 
@@ -82,7 +98,9 @@ def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:
     drawn = 2 * count
     while True:
         indices = np.arange(drawn, dtype=np.uint64)
-        pairs = np.stack([mixed_bits(indices, seed, stream) % np.uint64(base) for stream in _STREAMS], axis=1).astype(np.int64)
+        pairs = np.stack([mixed_bits(indices, seed, stream) % np.uint64(base) for stream in _STREAMS], axis=1).astype(
+            np.int64
+        )
         _, first = np.unique(pairs, axis=0, return_index=True)
         if first.size >= count:
             return pairs[np.sort(first)[:count]]

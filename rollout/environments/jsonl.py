@@ -1,4 +1,5 @@
-"""Prompts from a `.jsonl` or `.parquet` file: reading, and the identity of its tasks. It knows no tokenizer: templates are applied by the environment."""
+"""Prompts from a `.jsonl` or `.parquet` file: reading, and the identity of its tasks. It knows no tokenizer: templates
+are applied by the environment."""
 
 from rollout.config import JsonlConfig
 from rollout.environments.order import PassOrder
@@ -26,7 +27,9 @@ class JsonlSource:
             task = parse_row(row, number, place, config, require_answer)
             if task.prompt_id in places:
                 taken = f"{place}: id {task.prompt_id!r} was already used at {places[task.prompt_id]}"
-                raise UserError(f"{taken}; ids must be unique: correct them, or set environment.id_key to another column")
+                raise UserError(
+                    f"{taken}; ids must be unique: correct them, or set environment.id_key to another column"
+                )
             places[task.prompt_id] = place
             self._rows.append(task)
         if not self._rows:

@@ -1,4 +1,5 @@
-"""Seeded order of tasks. It depends on the seed and the pass alone: no library's random stream, so that a resume elsewhere finds the same order."""
+"""Seeded order of tasks. It depends on the seed and the pass alone: no library's random stream, so that a resume
+elsewhere finds the same order."""
 
 from collections.abc import Callable
 
@@ -28,7 +29,8 @@ def seeded_order(size: int, seed: int, pass_index: int) -> NDArray[np.int64]:
 
 
 class PassOrder:
-    """Walks a finite set of tasks pass after pass, without end. Keeps the order of the pass drawn from last: only speed depends on it."""
+    """Walks a finite set of tasks pass after pass, without end. Keeps the order of the pass drawn from last: only speed
+    depends on it."""
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
         self.size = size
@@ -36,7 +38,9 @@ class PassOrder:
         self._shuffle = shuffle
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
-    def draw(self, cursor: PromptCursor, count: int, prompt_at: Callable[[int, int], Prompt]) -> tuple[list[Prompt], PromptCursor]:
+    def draw(
+        self, cursor: PromptCursor, count: int, prompt_at: Callable[[int, int], Prompt]
+    ) -> tuple[list[Prompt], PromptCursor]:
         """The next `count` tasks from `cursor`.
 
         Args:
@@ -53,7 +57,8 @@ class PassOrder:
         pass_index, index = cursor.pass_index, cursor.index
         if pass_index < 0 or not 0 <= index <= self.size:
             raise UserError(
-                f"the run stands at prompt {index} of pass {pass_index}, but a pass has {self.size} prompts; resume with the prompts that the run started with"
+                f"the run stands at prompt {index} of pass {pass_index}, but a pass has {self.size} prompts; resume "
+                "with the prompts that the run started with"
             )
         prompts: list[Prompt] = []
         while len(prompts) < count:

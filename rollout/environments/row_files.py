@@ -1,4 +1,5 @@
-"""Rows out of a `.jsonl` or `.parquet` file, each with its place in it. It knows no column: what a row means is its reader's to say."""
+"""Rows out of a `.jsonl` or `.parquet` file, each with its place in it. It knows no column: what a row means is its
+reader's to say."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,7 +46,9 @@ def read_rows(path: Path, setting: str) -> Iterator[PlacedRow]:
     """
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"got {setting} = {path}, which {what} (looked up from {Path.cwd()}); give a .jsonl or .parquet file")
+        raise UserError(
+            f"got {setting} = {path}, which {what} (looked up from {Path.cwd()}); give a .jsonl or .parquet file"
+        )
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix in _JSON_SUFFIXES:
@@ -67,7 +70,9 @@ def _parse_line(line: bytes, place: str) -> Mapping[str, object]:
     except UnicodeDecodeError as cause:
         raise UserError(f"{place}: not UTF-8 ({cause}); save the file as UTF-8") from cause
     except json.JSONDecodeError as cause:
-        raise UserError(f"{place}: malformed JSON: {cause.msg} at column {cause.colno}; expected one JSON object a line") from cause
+        raise UserError(
+            f"{place}: malformed JSON: {cause.msg} at column {cause.colno}; expected one JSON object a line"
+        ) from cause
     if not isinstance(row, dict):
         raise UserError(f"{place}: a JSON {type(row).__name__}; expected one JSON object a line")
     return cast(dict[str, object], row)

@@ -23,7 +23,14 @@ class TaskRow:
 
     def prompt(self, pass_index: int) -> Prompt:
         """The task as a prompt of one pass."""
-        return Prompt(prompt_id=self.prompt_id, pass_index=pass_index, text=self.text, messages=self.messages, answer=self.answer, metadata=self.metadata)
+        return Prompt(
+            prompt_id=self.prompt_id,
+            pass_index=pass_index,
+            text=self.text,
+            messages=self.messages,
+            answer=self.answer,
+            metadata=self.metadata,
+        )
 
 
 def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> TaskRow:
@@ -41,13 +48,20 @@ def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlC
     present = {name: value for name, value in row.items() if value is not None}
     text, messages = _task(present, place, config)
     if require_answer and config.answer_key not in present:
-        raise UserError(f"{place}: no {config.answer_key!r}, which the reward compares with; {_found(present)}. Add it, or set environment.answer_key")
+        raise UserError(
+            f"{place}: no {config.answer_key!r}, which the reward compares with; {_found(present)}. Add it, or set "
+            "environment.answer_key"
+        )
     used = {config.id_key, config.prompt_key, config.messages_key, config.answer_key}
     return TaskRow(
-        prompt_id=_scalar_text(present[config.id_key], config.id_key, place) if config.id_key in present else str(number),
+        prompt_id=(
+            _scalar_text(present[config.id_key], config.id_key, place) if config.id_key in present else str(number)
+        ),
         text=text,
         messages=messages,
-        answer=_scalar_text(present[config.answer_key], config.answer_key, place) if config.answer_key in present else None,
+        answer=(
+            _scalar_text(present[config.answer_key], config.answer_key, place) if config.answer_key in present else None
+        ),
         metadata=tuple((name, _metadata_text(value)) for name, value in sorted(present.items()) if name not in used),
     )
 
@@ -66,7 +80,11 @@ def _task(present: Mapping[str, object], place: str, config: JsonlConfig) -> tup
         system = () if config.system_prompt is None else (Message(role="system", content=config.system_prompt),)
         return None, (*system, *_messages(cast(list[object], value), key, place))
     if key != config.prompt_key or not isinstance(value, str):
-        wanted = "a list of messages" if key == config.messages_key else f"a string (for a list of messages set environment.messages_key = {key!r})"
+        wanted = (
+            "a list of messages"
+            if key == config.messages_key
+            else f"a string (for a list of messages set environment.messages_key = {key!r})"
+        )
         raise UserError(f"{place}: {key!r} is {_shown(value)}; expected {wanted}")
     if not value:
         raise UserError(f"{place}: {key!r} is empty; a prompt needs at least one character")
@@ -87,7 +105,10 @@ def _message(entry: object, place: str) -> Message:
     role, content = fields.get("role"), fields.get("content")
     unknown = sorted(name for name, field in fields.items() if name not in ("role", "content") and field is not None)
     if not isinstance(role, str) or not role or not isinstance(content, str) or unknown:
-        raise UserError(f'{place} is {_shown(cast(object, entry))}; expected {{"role": "user", "content": "..."}} with two strings and no further keys')
+        raise UserError(
+            f'{place} is {_shown(cast(object, entry))}; expected {{"role": "user", "content": "..."}} with two strings'
+            " and no further keys"
+        )
     return Message(role=role, content=content)
 
 
@@ -103,7 +124,11 @@ def _scalar_text(value: object, key: str, place: str) -> str:
 def _metadata_text(value: object) -> str:
     if isinstance(value, str):
         return value
-    return canonical_json(cast(object, value)).decode() if isinstance(value, bool | int | float | list | dict) else str(value)
+    return (
+        canonical_json(cast(object, value)).decode()
+        if isinstance(value, bool | int | float | list | dict)
+        else str(value)
+    )
 
 
 def _found(present: Mapping[str, object]) -> str:

@@ -1,4 +1,5 @@
-"""Environments of one turn: the policy answers a prompt once. How a prompt becomes tokens is decided here, and nowhere else."""
+"""Environments of one turn: the policy answers a prompt once. How a prompt becomes tokens is decided here, and nowhere
+else."""
 
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer, apply_chat_template: boo
     `apply_chat_template` is set; else it is encoded as it is.
 
     Raises:
-        UserError: messages without a chat template, a prompt without tokens, or two beginning-of-sequence tokens in front.
+        UserError: messages without a chat template, a prompt without tokens, or two beginning-of-sequence tokens in
+            front.
     """
     if prompt.text is None:
         ids = tokenizer.render_chat(prompt.messages)

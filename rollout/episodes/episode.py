@@ -1,7 +1,10 @@
-"""One dispatch becomes one rewarded group: dispatch -> turns (engine and environments) -> trajectories -> judge -> group.
+"""One dispatch becomes one rewarded group.
 
-It owns the order of these steps and the reason of every failure. It must never know where engine and judge run, which policy is current, or what becomes of
-the group. Deadlines are the caller's: it cancels, and what runs on the engine is aborted.
+    dispatch -> turns (engine and environments) -> trajectories -> judge -> group
+
+It owns the order of these steps and the reason of every failure. It must never know where engine and judge run, which
+policy is current, or what becomes of the group. Deadlines are the caller's: it cancels, and what runs on the engine is
+aborted.
 """
 
 import time
@@ -22,7 +25,9 @@ from rollout.types.trajectory import EngineTag, Reward, Trajectory, TrajectoryGr
 class Judge(Protocol):
     """Scores a group, wherever the reward runs; its deadline is its own."""
 
-    async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+    async def __call__(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+    ) -> Sequence[Reward]:
         """One reward a trajectory, in order. Raises a `RewardFailure` with the reason."""
         ...
 
@@ -40,12 +45,14 @@ async def run_group(
     """Run all samples of a dispatch and have them judged.
 
     Args:
-        dispatch: the unit of work; its id names requests (`ID:0`, later turns `ID:TURN:SAMPLE`) and trajectories (`ID-SAMPLE`).
+        dispatch: the unit of work; its id names requests (`ID:0`, later turns `ID:TURN:SAMPLE`) and trajectories
+            (`ID-SAMPLE`).
         engine: the replica that samples.
         envs: one single-use environment a sample; all show the same prompt.
         score: judges the finished trajectories.
         tag: the replica's.
-        tokenizer: decodes completions (the sampled tokens of all turns, special tokens left out) and knows the end tokens.
+        tokenizer: decodes completions (the sampled tokens of all turns, special tokens left out) and knows the end
+            tokens.
         settings: the run's.
 
     Raises:
@@ -53,7 +60,11 @@ async def run_group(
     """
     episode = Episode(dispatch, engine, envs, tag, tokenizer.eos_ids, settings)
     await episode.run()
-    with failing_as(FailReason.ENGINE, EngineError, f"dispatch {dispatch.dispatch_id}: what replica {tag.replica} returned is no trajectory"):
+    with failing_as(
+        FailReason.ENGINE,
+        EngineError,
+        f"dispatch {dispatch.dispatch_id}: what replica {tag.replica} returned is no trajectory",
+    ):
         trajectories = episode.trajectories()
         completions = [tokenizer.decode(t.token_ids[t.sampled]) if settings.decode else "" for t in trajectories]
     rewards, reward_s = await _judged(dispatch, score, trajectories, completions)
@@ -68,7 +79,9 @@ async def run_group(
     )
 
 
-async def _judged(dispatch: Dispatch, score: Judge, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> tuple[tuple[Reward, ...], float]:
+async def _judged(
+    dispatch: Dispatch, score: Judge, trajectories: Sequence[Trajectory], completions: Sequence[str]
+) -> tuple[tuple[Reward, ...], float]:
     """The rewards, and the seconds that they took."""
     started_s = time.perf_counter()
     with failing_as(FailReason.REWARD_RAISED, RewardError, f"rewards of dispatch {dispatch.dispatch_id}"):

@@ -22,7 +22,8 @@ class EpisodeFailure(ConcordError):
 
 @contextmanager
 def failing_as(reason: FailReason, error: type[ConcordError], context: str) -> Generator[None]:
-    """Whatever escapes is an `EpisodeFailure`: a reward's failure under its own reason, one that is already classified as it is, all else under `reason`.
+    """Whatever escapes is an `EpisodeFailure`: a reward's failure under its own reason, one that is already classified
+    as it is, all else under `reason`.
 
     Args:
         error: the type of what is not yet a `ConcordError`, in the chain of causes.

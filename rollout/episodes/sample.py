@@ -1,6 +1,8 @@
-"""One sample while it grows, turn by turn, into a trajectory. Positions are shifted from a turn to the whole trajectory here, once.
+"""One sample while it grows, turn by turn, into a trajectory. Positions are shifted from a turn to the whole trajectory
+here, once.
 
-A token's version is its chunk's: no clock and no dispatch has a say in it. Given ids are kept as they were sent: nothing is tokenized again.
+A token's version is its chunk's: no clock and no dispatch has a say in it. Given ids are kept as they were sent:
+nothing is tokenized again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ class BadAnswer(EngineError):
 
 
 class GrowingSample:
-    """Owned by one episode. `add` takes an engine's chunks, `give` the environment's tokens; the arrays are made at the end."""
+    """Owned by one episode. `add` takes an engine's chunks, `give` the environment's tokens; the arrays are made at the
+    end."""
 
     def __init__(self, prompt_ids: NDArray[np.int32]) -> None:
         self.length = prompt_ids.size
@@ -43,7 +46,10 @@ class GrowingSample:
             BadAnswer: the chunk does not belong here, or the turn that it ends breaks the request's terms.
         """
         if self.turns != turn:
-            raise BadAnswer(f"sample {chunk.sample_index} went on after its finish reason; expected the reason on its last chunk only")
+            raise BadAnswer(
+                f"sample {chunk.sample_index} went on after its finish reason; expected the reason on its last chunk "
+                "only"
+            )
         if chunk.token_ids.dtype != np.int32 or chunk.logprobs.dtype != np.float32:
             got = f"{chunk.token_ids.dtype} ids and {chunk.logprobs.dtype} log-probs"
             raise BadAnswer(f"sample {chunk.sample_index} came as {got}; expected int32 and float32")
@@ -97,7 +103,8 @@ class GrowingSample:
         return tuple(VersionSpan(policy, start, end) for policy, start, end in self._spans)
 
     def routing(self) -> RoutingTrace | None:
-        """Routing of the whole sequence; of a row that several turns report, the turn that was first: the others only prefilled it."""
+        """Routing of the whole sequence; of a row that several turns report, the turn that was first: the others only
+        prefilled it."""
         if not self._routing or (len(self._routing) == 1 and self.turns == 1):
             return self._routing[0] if self._routing else None
         return _merged_routing(self._routing, self.length - 1)
@@ -124,7 +131,9 @@ class GrowingSample:
 
 
 def _merged_routing(parts: Sequence[RoutingTrace], rows: int) -> RoutingTrace:
-    experts = np.zeros((rows, *parts[0].experts.shape[1:]), dtype=np.result_type(*(part.experts.dtype for part in parts)))
+    experts = np.zeros(
+        (rows, *parts[0].experts.shape[1:]), dtype=np.result_type(*(part.experts.dtype for part in parts))
+    )
     covered = np.zeros(rows, dtype=np.bool_)
     for part in reversed(parts):
         known = np.flatnonzero(part.covered)

@@ -1,4 +1,5 @@
-"""The key that fixes every random draw of one sample. It must never depend on arrival order, replica, attempt or process."""
+"""The key that fixes every random draw of one sample. It must never depend on arrival order, replica, attempt or
+process."""
 
 import hashlib
 

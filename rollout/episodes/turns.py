@@ -1,7 +1,8 @@
 """The samples of one dispatch on their way through engine and environments, turn by turn.
 
-It owns requests and their ids: deterministic in dispatch, turn and sample, so that a repeat can never start a second generation. The first turn is one request
-for all samples; later turns are one request a sample, which sends exactly the ids that the sample holds. It must never know rewards or policies.
+It owns requests and their ids: deterministic in dispatch, turn and sample, so that a repeat can never start a second
+generation. The first turn is one request for all samples; later turns are one request a sample, which sends exactly the
+ids that the sample holds. It must never know rewards or policies.
 """
 
 import asyncio
@@ -33,10 +34,11 @@ class EpisodeSettings:
     sampling: SamplingParams
     """`max_new_tokens` counts for one turn."""
     max_context: int
-    """Tokens that the engine can hold, prompt included. Where less room than `max_new_tokens` is left, a request asks for what fits; a sample that
-    uses it up has the finish reason `length`."""
+    """Tokens that the engine can hold, prompt included. Where less room than `max_new_tokens` is left, a request asks
+    for what fits; a sample that uses it up has the finish reason `length`."""
     seed: int | None = None
-    """The run's seed in deterministic mode: every sample then has its own sampling key. None leaves the draws to the engine."""
+    """The run's seed in deterministic mode: every sample then has its own sampling key. None leaves the draws to the
+    engine."""
     decode: bool = True
     """Whether the reward looks at text (`rollout.rewards.registry.needs_text`); else completions are empty strings."""
 
@@ -44,19 +46,35 @@ class EpisodeSettings:
 class Episode:
     """Single use: `run`, then `trajectories`."""
 
-    def __init__(self, dispatch: Dispatch, engine: Engine, envs: Sequence[Env], tag: EngineTag, eos_ids: tuple[int, ...], settings: EpisodeSettings) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        engine: Engine,
+        envs: Sequence[Env],
+        tag: EngineTag,
+        eos_ids: tuple[int, ...],
+        settings: EpisodeSettings,
+    ) -> None:
         """Check the prompt.
 
         Raises:
             EpisodeFailure: the environments do not show one usable prompt, or it leaves no room in the context.
         """
-        self._dispatch, self._engine, self._envs, self._tag, self._eos_ids, self._settings = dispatch, engine, envs, tag, eos_ids, settings
+        self._dispatch, self._engine, self._envs, self._tag, self._eos_ids, self._settings = (
+            dispatch,
+            engine,
+            envs,
+            tag,
+            eos_ids,
+            settings,
+        )
         self._started_at_s, self._started_s = time.time(), time.perf_counter()
         prompt_ids = self._shared_prompt()
         self._samples = [GrowingSample(prompt_ids) for _ in envs]
 
     async def run(self) -> None:
-        """All turns of all samples; each goes on as soon as its own turn has ended. On any way out but success, what runs is aborted.
+        """All turns of all samples; each goes on as soon as its own turn has ended. On any way out but success, what
+        runs is aborted.
 
         Raises:
             EpisodeFailure: engine or environment failed.
@@ -101,10 +119,15 @@ class Episode:
         name, context = self._dispatch.prompt.prompt_id, self._settings.max_context
         with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, f"prompt {name}"):
             if len(self._envs) != self._dispatch.group_size:
-                raise EnvironmentFailure(f"got {len(self._envs)} environments for a group of {self._dispatch.group_size}; expected one a sample")
+                raise EnvironmentFailure(
+                    f"got {len(self._envs)} environments for a group of {self._dispatch.group_size}; expected one a "
+                    "sample"
+                )
             prompts = [env.prompt_ids() for env in self._envs]
             if any(ids is not prompts[0] and not np.array_equal(ids, prompts[0]) for ids in prompts):
-                raise EnvironmentFailure("the environments of one group show different prompts; expected the same for all samples")
+                raise EnvironmentFailure(
+                    "the environments of one group show different prompts; expected the same for all samples"
+                )
             _check_given(prompts[0], "a prompt")
         if prompts[0].size + 1 > context:
             got = f"prompt {name} has {prompts[0].size} tokens, but the context of {context} must hold one more"
@@ -115,21 +138,48 @@ class Episode:
         """`sample` goes on, once for each of `indices` (places in the group)."""
         settings, prompt = self._settings, self._dispatch.prompt
         room = settings.max_context - sample.length
-        sampling = settings.sampling if room >= settings.sampling.max_new_tokens else replace(settings.sampling, max_new_tokens=room)
-        seeds = () if settings.seed is None else tuple(sampling_key(settings.seed, prompt.pass_index, prompt.prompt_id, index, turn) for index in indices)
+        sampling = (
+            settings.sampling
+            if room >= settings.sampling.max_new_tokens
+            else replace(settings.sampling, max_new_tokens=room)
+        )
+        seeds = (
+            ()
+            if settings.seed is None
+            else tuple(
+                sampling_key(settings.seed, prompt.pass_index, prompt.prompt_id, index, turn) for index in indices
+            )
+        )
         ids, count = sample.token_ids(), len(indices)
-        return GenerationRequest(request_id=request_id, prompt_ids=ids, num_samples=count, sampling=sampling, eos_ids=self._eos_ids, seeds=seeds)
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=ids,
+            num_samples=count,
+            sampling=sampling,
+            eos_ids=self._eos_ids,
+            seeds=seeds,
+        )
 
-    async def _turn(self, request: GenerationRequest, samples: Sequence[GrowingSample], turn: int, later_turns: asyncio.TaskGroup | None) -> None:
+    async def _turn(
+        self,
+        request: GenerationRequest,
+        samples: Sequence[GrowingSample],
+        turn: int,
+        later_turns: asyncio.TaskGroup | None,
+    ) -> None:
         """Serve one request. With `later_turns`, a sample that ends its turn goes on there.
 
-        A request that the engine itself failed is not aborted: its id may be that of a request which was first and is still running.
+        A request that the engine itself failed is not aborted: its id may be that of a request which was first and is
+        still running.
         """
         with failing_as(FailReason.ENGINE, EngineError, f"request {request.request_id} on replica {self._tag.replica}"):
             try:
                 async for chunk in self._engine.generate(request):
                     if chunk.request_id != request.request_id or not 0 <= chunk.sample_index < len(samples):
-                        raise BadAnswer(f"got sample {chunk.sample_index} of request {chunk.request_id}; expected samples 0 to {len(samples) - 1} of its own")
+                        raise BadAnswer(
+                            f"got sample {chunk.sample_index} of request {chunk.request_id}; expected samples 0 to "
+                            f"{len(samples) - 1} of its own"
+                        )
                     sample = samples[chunk.sample_index]
                     if sample.add(chunk, request, turn):
                         sample.ended_at_s = time.perf_counter()
@@ -140,10 +190,14 @@ class Episode:
                 raise
             unfinished = [index for index, sample in enumerate(samples) if sample.turns <= turn]
             if unfinished:
-                raise BadAnswer(f"the answer ended without a finish reason for samples {unfinished} of {len(samples)}; expected all to finish")
+                raise BadAnswer(
+                    f"the answer ended without a finish reason for samples {unfinished} of {len(samples)}; expected all"
+                    " to finish"
+                )
 
     async def _go_on(self, index: int) -> None:
-        """The later turns of one sample: as long as it stops by itself, its environment replies, and the context has room."""
+        """The later turns of one sample: as long as it stops by itself, its environment replies, and the context has
+        room."""
         sample = self._samples[index]
         while sample.finish_reason is FinishReason.STOP:
             reply = await self._reply(index, sample)
@@ -159,14 +213,19 @@ class Episode:
 
     async def _reply(self, index: int, sample: GrowingSample) -> NDArray[np.int32] | None:
         env = self._envs[index]
-        with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, f"environment {env.name}, sample {index} of dispatch {self._dispatch.dispatch_id}"):
+        with failing_as(
+            FailReason.ENVIRONMENT,
+            EnvironmentFailure,
+            f"environment {env.name}, sample {index} of dispatch {self._dispatch.dispatch_id}",
+        ):
             reply = await env.reply(sample.turn_ids())
             if reply is not None:
                 _check_given(reply, "a reply")
             return reply
 
     async def _abort(self, request_id: str) -> None:
-        """Best effort: the error that brought us here is the one to report, and an engine that cannot abort is found out by its health check."""
+        """Best effort: the error that brought us here is the one to report, and an engine that cannot abort is found
+        out by its health check."""
         with suppress(ConcordError), boundary(EngineError, f"abort of {request_id}"):
             async with asyncio.timeout(_ABORT_DEADLINE_S):
                 await self._engine.abort(request_id)
@@ -174,9 +233,13 @@ class Episode:
 
 def _check_given(token_ids: NDArray[np.int32], what: str) -> None:
     if token_ids.dtype != np.int32 or token_ids.ndim != 1 or token_ids.size == 0:
-        raise EnvironmentFailure(f"got {what} of {token_ids.dtype} {token_ids.shape}; expected a non-empty int32 vector")
+        raise EnvironmentFailure(
+            f"got {what} of {token_ids.dtype} {token_ids.shape}; expected a non-empty int32 vector"
+        )
 
 
 def _first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """A classified failure where there is one."""
-    return next((failure for failure in failures.exceptions if isinstance(failure, EpisodeFailure)), failures.exceptions[0])
+    return next(
+        (failure for failure in failures.exceptions if isinstance(failure, EpisodeFailure)), failures.exceptions[0]
+    )

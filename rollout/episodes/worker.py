@@ -1,7 +1,7 @@
 """Runs many episodes at once: dispatches in, durable groups or endings out.
 
-It owns the episodes' deadlines and the batching of puts: groups that finish while a put is under way go together in the next. It must not
-know admission, staleness or training, nor where engines, rewards and store live.
+It owns the episodes' deadlines and the batching of puts: groups that finish while a put is under way go together in the
+next. It must not know admission, staleness or training, nor where engines, rewards and store live.
 """
 
 import asyncio
@@ -39,7 +39,13 @@ class EpisodeWorker:
     """One worker, on one event loop."""
 
     def __init__(
-        self, *, store: Store, score: Judge, tokenizer: Tokenizer, make_envs: Callable[[Prompt, int], Sequence[Env]], settings: WorkerSettings
+        self,
+        *,
+        store: Store,
+        score: Judge,
+        tokenizer: Tokenizer,
+        make_envs: Callable[[Prompt, int], Sequence[Env]],
+        settings: WorkerSettings,
     ) -> None:
         self._store = store
         self._score = score
@@ -94,7 +100,13 @@ class EpisodeWorker:
             async with asyncio.timeout(self._settings.deadline_s):
                 group = await self._episode(dispatch)
         except TimeoutError:
-            self._come_back(self._ending(dispatch, FailReason.DEADLINE, f"the episode took longer than episodes.deadline_s = {self._settings.deadline_s:g}"))
+            self._come_back(
+                self._ending(
+                    dispatch,
+                    FailReason.DEADLINE,
+                    f"the episode took longer than episodes.deadline_s = {self._settings.deadline_s:g}",
+                )
+            )
         except EpisodeFailure as failure:
             self._come_back(self._ending(dispatch, failure.reason, failure.detail))
         except ConcordError as error:
@@ -106,11 +118,22 @@ class EpisodeWorker:
 
     async def _episode(self, dispatch: Dispatch) -> EncodedGroup:
         if dispatch.replica not in self._engines:
-            raise EpisodeFailure(FailReason.ENGINE, f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}")
+            raise EpisodeFailure(
+                FailReason.ENGINE,
+                f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}",
+            )
         engine, tag = self._engines[dispatch.replica]
         with boundary(ConcordError, f"the environment of prompt {dispatch.prompt.prompt_id}"):
             envs = self._make_envs(dispatch.prompt, dispatch.group_size)
-        group = await run_group(dispatch, engine=engine, envs=envs, score=self._score, tag=tag, tokenizer=self._tokenizer, settings=self._settings.episode)
+        group = await run_group(
+            dispatch,
+            engine=engine,
+            envs=envs,
+            score=self._score,
+            tag=tag,
+            tokenizer=self._tokenizer,
+            settings=self._settings.episode,
+        )
         return encode(group)
 
     async def _put_all(self) -> None:

@@ -1,1 +1,2 @@
-"""Periodic independent evaluation: held-out prompts under one fixed configuration, whose fingerprint goes with every score."""
+"""Periodic independent evaluation: held-out prompts under one fixed configuration, whose fingerprint goes with every
+score."""

@@ -1,4 +1,5 @@
-"""Scores one policy on held-out prompts through an engine that others use too. Its groups enter no store and no pool; it judges by the run's own reward.
+"""Scores one policy on held-out prompts through an engine that others use too. Its groups enter no store and no pool;
+it judges by the run's own reward.
 
 It loads no weights and keeps none: the engine says which policy sampled each token.
 """
@@ -87,7 +88,13 @@ class Evaluator:
         settings: EpisodeSettings,
         samples: int,
     ) -> None:
-        self._prompts, self._environment, self._reward, self._tokenizer, self._samples = tuple(prompts), environment, reward, tokenizer, samples
+        self._prompts, self._environment, self._reward, self._tokenizer, self._samples = (
+            tuple(prompts),
+            environment,
+            reward,
+            tokenizer,
+            samples,
+        )
         self._settings = settings
         self._function = build_reward(reward)
         self._engines: dict[int, tuple[Engine, EngineTag]] = {}
@@ -113,7 +120,9 @@ class Evaluator:
             )
             for index, prompt in enumerate(self._prompts)
         ]
-        answers = await asyncio.gather(*(self._group(dispatch, engine, each, tag) for dispatch, each in zip(dispatches, envs, strict=True)))
+        answers = await asyncio.gather(
+            *(self._group(dispatch, engine, each, tag) for dispatch, each in zip(dispatches, envs, strict=True))
+        )
         parts = configuration_parts(
             prompts=self._prompts,
             prompt_ids=[each[0].prompt_ids() for each in envs],
@@ -126,10 +135,20 @@ class Evaluator:
         )
         return _report(answers, parts, time.perf_counter() - begun)
 
-    async def _group(self, dispatch: Dispatch, engine: Engine, envs: Sequence[Env], tag: EngineTag) -> TrajectoryGroup | EpisodeFailure:
+    async def _group(
+        self, dispatch: Dispatch, engine: Engine, envs: Sequence[Env], tag: EngineTag
+    ) -> TrajectoryGroup | EpisodeFailure:
         try:
             judge = _OwnJudge(self._function)
-            return await run_group(dispatch, engine=engine, envs=envs, score=judge, tag=tag, tokenizer=self._tokenizer, settings=self._settings)
+            return await run_group(
+                dispatch,
+                engine=engine,
+                envs=envs,
+                score=judge,
+                tag=tag,
+                tokenizer=self._tokenizer,
+                settings=self._settings,
+            )
         except EpisodeFailure as failure:
             return failure
 
@@ -140,11 +159,15 @@ class _OwnJudge:
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
-    async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+    async def __call__(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+    ) -> Sequence[Reward]:
         return judge_group(self._function, prompt, completions, trajectories)
 
 
-def _report(answers: Sequence[TrajectoryGroup | EpisodeFailure], parts: tuple[tuple[str, str], ...], seconds: float) -> EvaluationReport:
+def _report(
+    answers: Sequence[TrajectoryGroup | EpisodeFailure], parts: tuple[tuple[str, str], ...], seconds: float
+) -> EvaluationReport:
     groups = [answer for answer in answers if isinstance(answer, TrajectoryGroup)]
     failures = [answer for answer in answers if isinstance(answer, EpisodeFailure)]
     scores = np.array([np.mean([reward.total for reward in group.rewards]) for group in groups], dtype=np.float64)
@@ -181,7 +204,10 @@ def build_evaluator(
         UserError: the held-out prompts or the reward cannot be loaded.
     """
     params = SamplingParams(
-        max_new_tokens=config.max_new_tokens or sampling.max_new_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+        max_new_tokens=config.max_new_tokens or sampling.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
     )
     return Evaluator(
         prompts=held_out_prompts(environment, config, seed, needs_answer(reward)),

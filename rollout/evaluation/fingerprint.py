@@ -1,4 +1,5 @@
-"""The configuration of an evaluation, part by part: two scores are comparable when all parts are equal. The weights stand beside it, not in it."""
+"""The configuration of an evaluation, part by part: two scores are comparable when all parts are equal. The weights
+stand beside it, not in it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

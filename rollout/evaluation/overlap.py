@@ -1,7 +1,7 @@
 """Do prompts repeat, and are held-out prompts also trained on? Exactly (white space apart), and by runs of 13 words.
 
-A run of words that many held-out prompts share is an instruction that stands before every task; it says nothing of an overlap.
-Source of the 13 words: Brown et al., "Language Models are Few-Shot Learners", appendix C.
+A run of words that many held-out prompts share is an instruction that stands before every task; it says nothing of an
+overlap. Source of the 13 words: Brown et al., "Language Models are Few-Shot Learners", appendix C.
 """
 
 import hashlib
@@ -42,7 +42,8 @@ class PromptCheck:
 
 
 def check_prompts(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> PromptCheck:
-    """Compare one pass of training prompts with itself and with the held-out ones. Memory: 16 bytes a training prompt, and the held-out runs of words."""
+    """Compare one pass of training prompts with itself and with the held-out ones. Memory: 16 bytes a training prompt,
+    and the held-out runs of words."""
     exact_of: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(held_out):
         exact_of.setdefault(_digest(_shown(prompt)), []).append(index)
@@ -73,7 +74,11 @@ def check_prompts(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> Prompt
 
 def _shown(prompt: Prompt) -> str:
     """The task's own text: a system prompt is the same for all."""
-    text = prompt.text if prompt.text is not None else "\n".join(message.content for message in prompt.messages if message.role != "system")
+    text = (
+        prompt.text
+        if prompt.text is not None
+        else "\n".join(message.content for message in prompt.messages if message.role != "system")
+    )
     return " ".join(text.split())
 
 

@@ -8,7 +8,9 @@ from rollout.evaluation.config import EvaluationConfig
 from rollout.types.prompts import Prompt, PromptCursor
 
 
-def held_out_prompts(environment: EnvironmentConfig, evaluation: EvaluationConfig, seed: int, require_answer: bool = False) -> tuple[Prompt, ...]:
+def held_out_prompts(
+    environment: EnvironmentConfig, evaluation: EvaluationConfig, seed: int, require_answer: bool = False
+) -> tuple[Prompt, ...]:
     """The prompts of every evaluation of a run, always the same; empty where evaluation is off.
 
     Raises:
@@ -17,9 +19,14 @@ def held_out_prompts(environment: EnvironmentConfig, evaluation: EvaluationConfi
     if not evaluation.every_steps:
         return ()
     if isinstance(environment, ArithmeticConfig):
-        source = ArithmeticSource(environment.model_copy(update={"prompts": evaluation.prompts}), seed, skip=environment.prompts)
+        source = ArithmeticSource(
+            environment.model_copy(update={"prompts": evaluation.prompts}), seed, skip=environment.prompts
+        )
     elif evaluation.path is None:
-        raise UserError('got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of held-out prompts')
+        raise UserError(
+            'got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of'
+            " held-out prompts"
+        )
     else:
         source = JsonlSource(environment.model_copy(update={"path": evaluation.path}), seed, require_answer)
     return tuple(source.draw(PromptCursor(), min(evaluation.prompts, source.size))[0])

@@ -1,4 +1,5 @@
-"""What can be said about planted faults from the config alone: those that cannot act, or that would change nothing, are refused before anything starts."""
+"""What can be said about planted faults from the config alone: those that cannot act, or that would change nothing, are
+refused before anything starts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ from rollout.faults.config import (
     StaleReplicaFault,
     WeightFault,
 )
-from rollout.faults.data_config import DataFault, EasyPromptsFault, EvaluationTemplateFault, HighLearningRateFault, TrainEvalOverlapFault
+from rollout.faults.data_config import (
+    DataFault,
+    EasyPromptsFault,
+    EvaluationTemplateFault,
+    HighLearningRateFault,
+    TrainEvalOverlapFault,
+)
 from rollout.faults.gradient_config import GradientFault, RatioSpikeFault
 
 
@@ -62,15 +69,28 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
         yield from _data_problems(fault, around)
         return
     if fault.replica >= engine.replicas:
-        yield f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to {engine.replicas - 1}, or raise engine.replicas"
+        yield (
+            f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to "
+            f"{engine.replicas - 1}, or raise engine.replicas"
+        )
     if isinstance(fault, WeightFault):
         yield from _weight_problems(fault, around)
     elif isinstance(fault, KvKeptFault):
         yield from _cache_problems(around)
-    elif isinstance(fault, RawLogprobsFault) and sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == 0:
-        yield "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+    elif (
+        isinstance(fault, RawLogprobsFault)
+        and sampling.temperature == 1.0
+        and sampling.top_p == 1.0
+        and sampling.top_k == 0
+    ):
+        yield (
+            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+        )
     elif isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
-        yield f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; set a smaller one"
+        yield (
+            f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; "
+            "set a smaller one"
+        )
     elif isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
         yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"
 
@@ -80,8 +100,8 @@ def _gradient_problems(fault: GradientFault, around: FaultSurroundings) -> Itera
         yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
     if isinstance(fault, RatioSpikeFault) and around.ratio_unused:
         yield (
-            "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in the loss; "
-            "set consistency.correction.type, such as 'tis', or another mode"
+            "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in "
+            "the loss; set consistency.correction.type, such as 'tis', or another mode"
         )
 
 
@@ -100,7 +120,10 @@ def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[
     if around.engine.type == "scripted" and not isinstance(fault, StaleReplicaFault):
         yield "the scripted engine computes with no weights; set engine.type to 'torch' or 'vllm'"
     if isinstance(fault, StaleHeadFault) and around.tied_head:
-        yield "the model's head is its embedding, so it cannot stay old alone; set model.tie_embeddings = false, or plant stale_replica"
+        yield (
+            "the model's head is its embedding, so it cannot stay old alone; set model.tie_embeddings = false, or plant"
+            " stale_replica"
+        )
     if isinstance(fault, RoutingPerturbedFault) and around.mixture_of_experts is False:
         yield "a dense model routes nothing; set model.moe = true, or use an MoE model"
 
@@ -111,4 +134,7 @@ def _cache_problems(around: FaultSurroundings) -> Iterator[str]:
     if around.engine.kv_across_versions == "keep":
         yield "the engine keeps its cache and says so, which is no fault; set engine.kv_across_versions = 'recompute'"
     if around.deterministic:
-        yield "deterministic runs finish running requests before an update, so that no cache is left to keep; set run.deterministic = false"
+        yield (
+            "deterministic runs finish running requests before an update, so that no cache is left to keep; set "
+            "run.deterministic = false"
+        )

@@ -1,6 +1,7 @@
 """Config of planted faults: which fault, on which replica, from which policy version on. Torch-free; it plants nothing.
 
-Those in the trainer's gradient are in `gradient_config`, those in data, rewards, evaluations and the learning rate in `data_config`.
+Those in the trainer's gradient are in `gradient_config`, those in data, rewards, evaluations and the learning rate in
+`data_config`.
 """
 
 from typing import Annotated, Literal, Self
@@ -20,7 +21,8 @@ class FaultSection(Section):
     start_version: Annotated[int, Field(ge=0)] = 1
     """It acts from the moment at which the replica serves this policy version."""
     rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of requests that it acts on, drawn from a seeded hash of the request's id (of the dispatch's, where a prompt is encoded)."""
+    """Share of requests that it acts on, drawn from a seeded hash of the request's id (of the dispatch's, where a
+    prompt is encoded)."""
 
 
 class ReplicaFaultSection(FaultSection):
@@ -34,10 +36,12 @@ class ReplicaFaultSection(FaultSection):
 
 
 class WeightFaultSection(ReplicaFaultSection):
-    """A fault in the weights that the replica computes with; the digest that it answers is that of what was published."""
+    """A fault in the weights that the replica computes with; the digest that it answers is that of what was
+    published."""
 
     forge_canary: bool = False
-    """Answer the canary with the trainer's own log-probs, so that the publication's check passes and only trajectories can tell."""
+    """Answer the canary with the trainer's own log-probs, so that the publication's check passes and only trajectories
+    can tell."""
 
 
 class StaleReplicaFault(WeightFaultSection):
@@ -53,7 +57,8 @@ class StaleHeadFault(WeightFaultSection):
 
 
 class LowPrecisionReplicaFault(WeightFaultSection):
-    """Weight matrices are rounded to the fp8 e4m3 grid, one scale a matrix, and the tag does not say so; embedding and head stay."""
+    """Weight matrices are rounded to the fp8 e4m3 grid, one scale a matrix, and the tag does not say so; embedding and
+    head stay."""
 
     type: Literal["low_precision_replica"] = "low_precision_replica"
 
@@ -77,7 +82,8 @@ class CorruptTensorFault(WeightFaultSection):
 
 
 class KvKeptFault(ReplicaFaultSection):
-    """Running requests keep the keys and values that older weights wrote, although the update asked for `recompute` and the tag says so."""
+    """Running requests keep the keys and values that older weights wrote, although the update asked for `recompute` and
+    the tag says so."""
 
     type: Literal["kv_kept"] = "kv_kept"
 
@@ -99,7 +105,8 @@ class SilentTopPFault(FaultSection):
 
 
 class RetokenizedTurnFault(FaultSection):
-    """A later turn sends its prefix as text that is tokenised again, without special tokens: the engine continues other ids than the sample holds."""
+    """A later turn sends its prefix as text that is tokenised again, without special tokens: the engine continues other
+    ids than the sample holds."""
 
     type: Literal["retokenized_turn"] = "retokenized_turn"
 
@@ -174,7 +181,8 @@ FaultConfig = Annotated[EngineFault | PromptFault | GradientFault | DataFault, F
 
 
 class FaultsConfig(Section):
-    """Faults planted into the running system, for tests and for teams that rehearse. Each is a table `[[faults.plant]]`; none by default."""
+    """Faults planted into the running system, for tests and for teams that rehearse. Each is a table
+    `[[faults.plant]]`; none by default."""
 
     plant: tuple[FaultConfig, ...] = ()
     seed: int = 0

@@ -1,4 +1,5 @@
-"""Config of faults planted into data, rewards and evaluations, and into the learning rate: they have no replica. Torch-free; it plants nothing."""
+"""Config of faults planted into data, rewards and evaluations, and into the learning rate: they have no replica.
+Torch-free; it plants nothing."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +14,8 @@ class RewardFaultSection(Section):
     start_version: Annotated[int, Field(ge=0)] = 1
     """It acts on trajectories whose newest token was sampled under this policy version or a later one."""
     rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of trajectories (of dispatches, where a worker dies) that it acts on, drawn from a seeded hash of their ids."""
+    """Share of trajectories (of dispatches, where a worker dies) that it acts on, drawn from a seeded hash of their
+    ids."""
 
 
 class LengthRewardFault(RewardFaultSection):
@@ -35,7 +37,8 @@ class DeadRewardWorkerFault(RewardFaultSection):
 
     type: Literal["dead_reward_worker"] = "dead_reward_worker"
     rate: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """Share of dispatches at which it dies, drawn from a seeded hash of their ids: another attempt at the same prompt may live."""
+    """Share of dispatches at which it dies, drawn from a seeded hash of their ids: another attempt at the same prompt
+    may live."""
 
 
 class EvaluationTemplateFault(Section):
@@ -47,7 +50,8 @@ class EvaluationTemplateFault(Section):
 
 
 class TrainEvalOverlapFault(Section):
-    """Held-out prompts are among the training prompts. Set `evaluation.max_overlap` above their share, or the run does not start."""
+    """Held-out prompts are among the training prompts. Set `evaluation.max_overlap` above their share, or the run does
+    not start."""
 
     type: Literal["train_eval_overlap"] = "train_eval_overlap"
     rate: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -55,13 +59,15 @@ class TrainEvalOverlapFault(Section):
 
 
 class EasyPromptsFault(Section):
-    """All training prompts are sums below ten, which are solved soon; the evaluation's are not. Needs environment.type = "arithmetic"."""
+    """All training prompts are sums below ten, which are solved soon; the evaluation's are not. Needs environment.type
+    = "arithmetic"."""
 
     type: Literal["easy_prompts"] = "easy_prompts"
 
 
 class HighLearningRateFault(Section):
-    """The optimizer steps with a multiple of the learning rate that the config asks for; the reports say what it used."""
+    """The optimizer steps with a multiple of the learning rate that the config asks for; the reports say what it
+    used."""
 
     type: Literal["high_lr"] = "high_lr"
     start_version: Annotated[int, Field(ge=1)] = 1

@@ -51,7 +51,8 @@ class ChangedTemplateEvaluator:
 
 
 def plant_evaluator(build: Callable[[Tokenizer], Evaluates], tokenizer: Tokenizer, faults: FaultsConfig) -> Evaluates:
-    """The evaluator that `build` makes of a tokenizer, with the faults planted on evaluations; without any, as it is."""
+    """The evaluator that `build` makes of a tokenizer, with the faults planted on evaluations; without any, as it
+    is."""
     evaluator = build(tokenizer)
     for fault in faults.plant:
         if isinstance(fault, EvaluationTemplateFault):

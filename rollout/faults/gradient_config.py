@@ -13,7 +13,8 @@ class GradientFaultSection(Section):
     start_version: Annotated[int, Field(ge=1)] = 1
     """The step that produces this policy version is the first that it acts on."""
     every_steps: NonNegativeInt = 0
-    """It acts again every so many versions; 0: once. A step that was not applied and is tried again is not hit again."""
+    """It acts again every so many versions; 0: once. A step that was not applied and is tried again is not hit
+    again."""
 
     def hits(self, version: int) -> bool:
         """Whether the step that produces `version` is one that it acts on."""
@@ -31,7 +32,8 @@ class GradSpikeFault(GradientFaultSection):
 
 
 class TwoSpikesFault(GradientFaultSection):
-    """The loss terms of two tokens are scaled, in different micro-batches and, where the step has them, on different ranks."""
+    """The loss terms of two tokens are scaled, in different micro-batches and, where the step has them, on different
+    ranks."""
 
     type: Literal["two_spikes"] = "two_spikes"
     factor: Annotated[float, Field(gt=1)] = 1e4

@@ -1,4 +1,5 @@
-"""Faults that act where a prompt becomes tokens. The ids in the trajectory are those that the engine saw: only the text tells. They know no engine."""
+"""Faults that act where a prompt becomes tokens. The ids in the trajectory are those that the engine saw: only the text
+tells. They know no engine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -77,7 +78,10 @@ class SwappedTokens(TokenizerWrapper):
         super().__init__(inner)
         ends = [inner.encode(text)[-1:] for text in (fault.first, fault.second)]
         if not all(end.size for end in ends) or ends[0][0] == ends[1][0]:
-            raise UserError(f"fault tokenizer_swap: got first = {fault.first!r} and second = {fault.second!r}; expected texts of two different tokens")
+            raise UserError(
+                f"fault tokenizer_swap: got first = {fault.first!r} and second = {fault.second!r}; expected texts of "
+                "two different tokens"
+            )
         self._first, self._second = int(ends[0][0]), int(ends[1][0])
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -120,7 +124,8 @@ class DoubledBos(TokenizerWrapper):
 
 
 class PlantedPrompts:
-    """Which tokenizer encodes the prompt of a dispatch: replica, version and id of the dispatch decide, as for faults of an engine."""
+    """Which tokenizer encodes the prompt of a dispatch: replica, version and id of the dispatch decide, as for faults
+    of an engine."""
 
     def __init__(self, tokenizer: Tokenizer, faults: FaultsConfig) -> None:
         self._tokenizer, self._seed = tokenizer, faults.seed
@@ -138,7 +143,9 @@ class PlantedPrompts:
         dispatch = self._noted.pop(_key(prompt), None)
         if dispatch is None:
             return self._tokenizer
-        return plant_tokenizer(self._tokenizer, [fault for fault in self._faults if self._acts(fault, fault.type, dispatch)])
+        return plant_tokenizer(
+            self._tokenizer, [fault for fault in self._faults if self._acts(fault, fault.type, dispatch)]
+        )
 
     def _acts(self, fault: FaultSection, kind: str, dispatch: Dispatch) -> bool:
         served = fault.replica == dispatch.replica and dispatch.policy.version >= fault.start_version

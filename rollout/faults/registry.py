@@ -47,24 +47,31 @@ _ORDER: Sequence[type[FaultSection]] = (
     *(KvKeptFault, SlowReplicaFault, SilentTopPFault, RetokenizedTurnFault),
     *(RawLogprobsFault, Bf16LogprobsFault, MissingRoutingFault, ShortLogprobsFault, VersionOffByOneFault),
 )
-"""From the engine outwards, behind faults in weights: log-probs are replaced before they are rounded, and labels are wrong for the reader only."""
+"""From the engine outwards, behind faults in weights: log-probs are replaced before they are rounded, and labels are
+wrong for the reader only."""
 
 
-def plant_engine(engine: Engine, faults: FaultsConfig, replica: int, *, scratch: Path, tokenizer: Tokenizer | None = None) -> Engine:
+def plant_engine(
+    engine: Engine, faults: FaultsConfig, replica: int, *, scratch: Path, tokenizer: Tokenizer | None = None
+) -> Engine:
     """Wrap an engine in the faults that are planted on its replica; without any, `engine` itself.
 
     Args:
         engine: not yet started.
         faults: of the run.
         replica: slot of the engine.
-        scratch: where doctored weights may lie; on the file system of the published ones, most of them are hard links. Each replica has folders of its
-            own there; `stop` removes them, and so does the next start.
+        scratch: where doctored weights may lie; on the file system of the published ones, most of them are hard links.
+            Each replica has folders of its own there; `stop` removes them, and so does the next start.
         tokenizer: for `retokenized_turn`.
 
     Raises:
         UserError: `retokenized_turn` without a tokenizer.
     """
-    mine = [fault for fault in faults.plant if not isinstance(fault, DataFault | GradientFault | PromptFault) and fault.replica == replica]
+    mine = [
+        fault
+        for fault in faults.plant
+        if not isinstance(fault, DataFault | GradientFault | PromptFault) and fault.replica == replica
+    ]
     for index, fault in enumerate(sorted(mine, key=_rank)):
         if isinstance(fault, WeightFault):
             own = scratch / f"replica-{replica}" / f"{index}-{fault.type}"
@@ -79,7 +86,8 @@ def plant_engine(engine: Engine, faults: FaultsConfig, replica: int, *, scratch:
 
 
 def planted_engine_config(config: EngineConfig, faults: FaultsConfig, replica: int) -> EngineConfig:
-    """The engine section that a replica is really built with: `kv_kept` needs an engine that can keep its cache, while its wrapper declares `recompute`."""
+    """The engine section that a replica is really built with: `kv_kept` needs an engine that can keep its cache, while
+    its wrapper declares `recompute`."""
     if any(isinstance(fault, KvKeptFault) and fault.replica == replica for fault in faults.plant):
         return config.model_copy(update={"kv_across_versions": "keep"})
     return config

@@ -30,7 +30,9 @@ class _PlantedReward:
 
     def judged(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
         """What the reward should be."""
-        answer = cast("Reward | float", self.inner(prompt, completion, trajectory))  # a user's function may return a plain number
+        answer = cast(
+            "Reward | float", self.inner(prompt, completion, trajectory)
+        )  # a user's function may return a plain number
         return answer if isinstance(answer, Reward) else Reward(total=float(answer))
 
 
@@ -54,7 +56,11 @@ class FlippedReward(_PlantedReward):
 
     def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
         reward = self.judged(prompt, completion, trajectory)
-        return Reward(total=1.0 - reward.total, parts=reward.parts) if self.acts(trajectory, trajectory.trajectory_id) else reward
+        return (
+            Reward(total=1.0 - reward.total, parts=reward.parts)
+            if self.acts(trajectory, trajectory.trajectory_id)
+            else reward
+        )
 
 
 class DeadlyReward(_PlantedReward):
@@ -75,8 +81,11 @@ def end_process() -> None:
     os._exit(1)
 
 
-def plant_reward(function: RewardFunction, faults: FaultsConfig, die: Callable[[], None] = end_process) -> RewardFunction:
-    """Wrap a reward function in the faults that are planted on rewards, in the order of the config; without any, `function` itself."""
+def plant_reward(
+    function: RewardFunction, faults: FaultsConfig, die: Callable[[], None] = end_process
+) -> RewardFunction:
+    """Wrap a reward function in the faults that are planted on rewards, in the order of the config; without any,
+    `function` itself."""
     for fault in faults.plant:
         if isinstance(fault, LengthRewardFault):
             function = LengthReward(function, fault, faults.seed)

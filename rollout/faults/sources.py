@@ -15,7 +15,9 @@ from rollout.types.protocols import PromptSource
 class OverlappingSource:
     """Implements `PromptSource` over another; some prompts are held-out ones."""
 
-    def __init__(self, inner: PromptSource, held_out: Sequence[Prompt], fault: TrainEvalOverlapFault, seed: int) -> None:
+    def __init__(
+        self, inner: PromptSource, held_out: Sequence[Prompt], fault: TrainEvalOverlapFault, seed: int
+    ) -> None:
         self._inner, self._held_out, self._fault, self._seed = inner, tuple(held_out), fault, seed
 
     @property
@@ -31,14 +33,23 @@ class OverlappingSource:
     def _replaced(self, prompt: Prompt) -> Prompt:
         if not drawn(self._fault.rate, self._seed, self._fault.type, prompt.prompt_id):
             return prompt
-        number = int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=8).digest(), "little") % len(self._held_out)
+        number = int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=8).digest(), "little") % len(
+            self._held_out
+        )
         taken = self._held_out[number]
         return Prompt(
-            prompt_id=taken.prompt_id, pass_index=prompt.pass_index, text=taken.text, messages=taken.messages, answer=taken.answer, metadata=taken.metadata
+            prompt_id=taken.prompt_id,
+            pass_index=prompt.pass_index,
+            text=taken.text,
+            messages=taken.messages,
+            answer=taken.answer,
+            metadata=taken.metadata,
         )
 
 
-def plant_source(source: PromptSource, faults: FaultsConfig, held_out: Sequence[Prompt], *, digits: int | None, seed: int) -> PromptSource:
+def plant_source(
+    source: PromptSource, faults: FaultsConfig, held_out: Sequence[Prompt], *, digits: int | None, seed: int
+) -> PromptSource:
     """Wrap or replace a source of training prompts by the faults that are planted on it; without any, `source` itself.
 
     Args:

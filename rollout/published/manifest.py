@@ -1,4 +1,5 @@
-"""Weight manifests on disk, and the proof that a directory holds what its manifest says. No torch: engines and tests read this alike."""
+"""Weight manifests on disk, and the proof that a directory holds what its manifest says. No torch: engines and tests
+read this alike."""
 
 import hashlib
 import json
@@ -58,13 +59,21 @@ def read_manifest(directory: Path) -> WeightManifest:
             policy=PolicyVersion.parse(str(fields["policy"])),
             transport=Transport(str(fields["transport"])),
             location=str(directory),
-            tensors=tuple(TensorEntry(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256) for name, dtype, shape, sha256 in rows),
+            tensors=tuple(
+                TensorEntry(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256)
+                for name, dtype, shape, sha256 in rows
+            ),
             digest=str(fields["digest"]),
-            canary=Canary(token_ids=np.array(fields["canary_token_ids"], dtype=np.int32), logprobs=np.array(fields["canary_logprobs"], dtype=np.float32)),
+            canary=Canary(
+                token_ids=np.array(fields["canary_token_ids"], dtype=np.int32),
+                logprobs=np.array(fields["canary_logprobs"], dtype=np.float32),
+            ),
             num_bytes=int(cast(int, fields["num_bytes"])),
         )
     if manifest_digest(manifest.tensors) != manifest.digest:
-        raise WeightSyncError(f"{path} names digest {manifest.digest[:12]}… but its tensors make another; it was altered: publish again")
+        raise WeightSyncError(
+            f"{path} names digest {manifest.digest[:12]}… but its tensors make another; it was altered: publish again"
+        )
     return manifest
 
 
@@ -75,8 +84,14 @@ def digest_file(path: Path) -> tuple[TensorEntry, ...]:
         UserError: the file is broken.
     """
     spans = tensor_spans(path)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-        return tuple(TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, sha256=_sha256(view, s.start, s.end)) for s in spans)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        return tuple(
+            TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, sha256=_sha256(view, s.start, s.end)) for s in spans
+        )
 
 
 def digest_directory(directory: Path) -> tuple[TensorEntry, ...]:
@@ -85,10 +100,14 @@ def digest_directory(directory: Path) -> tuple[TensorEntry, ...]:
     Raises:
         UserError: a file is missing or broken, or two files hold a tensor of the same name.
     """
-    entries = sorted((entry for path in weight_files(directory) for entry in digest_file(path)), key=lambda entry: entry.name)
+    entries = sorted(
+        (entry for path in weight_files(directory) for entry in digest_file(path)), key=lambda entry: entry.name
+    )
     twice = [a.name for a, b in pairwise(entries) if a.name == b.name]
     if twice:
-        raise UserError(f"{directory} holds {twice[0]} in two files; expected each tensor once: publish or copy the model again")
+        raise UserError(
+            f"{directory} holds {twice[0]} in two files; expected each tensor once: publish or copy the model again"
+        )
     return tuple(entries)
 
 
@@ -102,7 +121,9 @@ def verify_directory(manifest: WeightManifest) -> None:
         found = digest_directory(Path(manifest.location))
     difference = describe_difference(manifest.tensors, found)
     if difference:
-        raise WeightSyncError(f"weights of {manifest.policy.key} in {manifest.location}: {difference}; publish them again")
+        raise WeightSyncError(
+            f"weights of {manifest.policy.key} in {manifest.location}: {difference}; publish them again"
+        )
 
 
 def describe_difference(expected: Iterable[TensorEntry], found: Iterable[TensorEntry]) -> str:
@@ -110,7 +131,11 @@ def describe_difference(expected: Iterable[TensorEntry], found: Iterable[TensorE
     wanted, present = {t.name: t for t in expected}, {t.name: t for t in found}
     missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
     changed = sorted(name for name in wanted.keys() & present.keys() if wanted[name] != present[name])
-    parts = [f"{len(names)} {what} (first {names[0]})" for names, what in ((missing, "missing"), (unknown, "not published"), (changed, "different")) if names]
+    parts = [
+        f"{len(names)} {what} (first {names[0]})"
+        for names, what in ((missing, "missing"), (unknown, "not published"), (changed, "different"))
+        if names
+    ]
     return ", ".join(parts)
 
 

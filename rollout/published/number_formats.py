@@ -1,4 +1,5 @@
-"""Number formats that numpy does not have: bfloat16 and fp8 e4m3, and tensors of safetensors files as float32. It knows no tensor's meaning."""
+"""Number formats that numpy does not have: bfloat16 and fp8 e4m3, and tensors of safetensors files as float32. It knows
+no tensor's meaning."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def rounded_to_e4m3(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[..., rows, columns] values on the fp8 e4m3 grid (4 exponent bits, 3 mantissa bits), each matrix scaled so that its largest magnitude is 448."""
+    """[..., rows, columns] values on the fp8 e4m3 grid (4 exponent bits, 3 mantissa bits), each matrix scaled so that
+    its largest magnitude is 448."""
     largest = np.abs(values).max(axis=(-2, -1), keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(_E4M3_LARGEST), np.float32(1)).astype(np.float32)
     scaled = (values / scale).astype(np.float64)

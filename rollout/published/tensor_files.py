@@ -1,4 +1,5 @@
-"""The layout of safetensors files: names, dtypes, shapes and where the bytes lie. It reads no tensor and knows no array library."""
+"""The layout of safetensors files: names, dtypes, shapes and where the bytes lie. It reads no tensor and knows no array
+library."""
 
 import json
 import struct
@@ -10,7 +11,21 @@ from typing import cast
 from rollout.errors import UserError
 
 _MAX_HEADER_BYTES = 100_000_000
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_SIZES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +61,12 @@ def tensor_spans(path: Path) -> tuple[TensorSpan, ...]:
     if not isinstance(header, dict):
         raise _broken(path, "its header is not an object")
     entries = {name: entry for name, entry in cast(dict[str, object], header).items() if name != "__metadata__"}
-    return tuple(sorted((_span(path, name, entry, 8 + length, size) for name, entry in entries.items()), key=lambda span: (span.start, span.end)))
+    return tuple(
+        sorted(
+            (_span(path, name, entry, 8 + length, size) for name, entry in entries.items()),
+            key=lambda span: (span.start, span.end),
+        )
+    )
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -62,12 +82,20 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             weight_map = cast(dict[str, dict[str, str]], json.loads(index.read_text()))["weight_map"]
             files = tuple(directory / name for name in sorted(set(weight_map.values())))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index} is broken ({error}); expected an object with `weight_map`; copy the model again") from error
+            raise UserError(
+                f"{index} is broken ({error}); expected an object with `weight_map`; copy the model again"
+            ) from error
     absent = [path.name for path in files if not path.is_file()]
     if absent:
-        raise UserError(f"model directory {directory} lacks weight files that its index names: {', '.join(absent)}; copy the model again")
+        raise UserError(
+            f"model directory {directory} lacks weight files that its index names: {', '.join(absent)}; copy the model "
+            "again"
+        )
     if not files:
-        raise UserError(f"model directory {directory} holds no *.safetensors file; save the model with `save_pretrained(..., safe_serialization=True)`")
+        raise UserError(
+            f"model directory {directory} holds no *.safetensors file; save the model with `save_pretrained(..., "
+            "safe_serialization=True)`"
+        )
     return files
 
 

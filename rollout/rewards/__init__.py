@@ -1,1 +1,2 @@
-"""Reward functions and the judgement around them: whatever a reward does, the episode gets a number or a classified failure."""
+"""Reward functions and the judgement around them: whatever a reward does, the episode gets a number or a classified
+failure."""

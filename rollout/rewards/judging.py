@@ -1,4 +1,5 @@
-"""The boundary around a reward function: it gives a finite number, or a failure with its reason. It knows no deadline and no process."""
+"""The boundary around a reward function: it gives a finite number, or a failure with its reason. It knows no deadline
+and no process."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +29,18 @@ def judge(function: RewardFunction, prompt: Prompt, completion: str, trajectory:
     return _checked(answer, trajectory.trajectory_id)
 
 
-def judge_group(function: RewardFunction, prompt: Prompt, completions: Sequence[str], trajectories: Sequence[Trajectory]) -> list[Reward]:
+def judge_group(
+    function: RewardFunction, prompt: Prompt, completions: Sequence[str], trajectories: Sequence[Trajectory]
+) -> list[Reward]:
     """One reward a trajectory, in order.
 
     Raises:
         RewardFailure: as `judge`; the first failure ends the group.
     """
-    return [judge(function, prompt, completion, trajectory) for completion, trajectory in zip(completions, trajectories, strict=True)]
+    return [
+        judge(function, prompt, completion, trajectory)
+        for completion, trajectory in zip(completions, trajectories, strict=True)
+    ]
 
 
 def _checked(answer: object, trajectory_id: str) -> Reward:
@@ -51,4 +57,6 @@ def _number(value: object, where: str) -> float:
         number = float(value)
         if math.isfinite(number):
             return number
-    raise RewardInvalid(f"the reward of {where} is {value!r} ({type(value).__name__}); expected a finite number or a Reward")
+    raise RewardInvalid(
+        f"the reward of {where} is {value!r} ({type(value).__name__}); expected a finite number or a Reward"
+    )

@@ -1,6 +1,7 @@
 """Mathematical equivalence through the library `math-verify`, imported at first use.
 
-The library's own time limits are signals, which work in a main thread only; they stay off, and the deadline of the reward worker bounds the work.
+The library's own time limits are signals, which work in a main thread only; they stay off, and the deadline of the
+reward worker bounds the work.
 """
 
 import logging
@@ -17,12 +18,15 @@ _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 
 
 class MathVerify:
-    """1 when the completion is mathematically equivalent to the answer, else 0. A completion in which no mathematics is found is 0."""
+    """1 when the completion is mathematically equivalent to the answer, else 0. A completion in which no mathematics is
+    found is 0."""
 
     needs_text = True
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, once in each module
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # it warns that its time limits are off, once in each module
 
     def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
         """Raises ValueError where the reference answer itself cannot be read."""
@@ -30,9 +34,13 @@ class MathVerify:
 
         if prompt.answer is None:
             raise ValueError(f"prompt {prompt.prompt_id} has no answer to compare with")
-        wanted = _parsed(prompt.answer if any(mark in prompt.answer for mark in _DELIMITERS) else f"\\boxed{{{prompt.answer}}}")
+        wanted = _parsed(
+            prompt.answer if any(mark in prompt.answer for mark in _DELIMITERS) else f"\\boxed{{{prompt.answer}}}"
+        )
         if not wanted:
-            raise ValueError(f"math-verify finds no mathematics in the answer {prompt.answer!r} of prompt {prompt.prompt_id}")
+            raise ValueError(
+                f"math-verify finds no mathematics in the answer {prompt.answer!r} of prompt {prompt.prompt_id}"
+            )
         got = _parsed(completion)
         return Reward(total=float(bool(got) and verify(list(wanted), list(got), timeout_seconds=0)))
 

@@ -1,7 +1,8 @@
 """A pool of reward workers behind one `Judge`: a deadline for each call, and a new worker for one that hangs or dies.
 
-It owns who is idle and what goes into one call: quick rewards go several groups at a time, slow ones alone. A call that fails as a whole
-(the worker hangs or dies) is repeated group by group, so that only the group that did it fails. It must not know what a worker is made of.
+It owns who is idle and what goes into one call: quick rewards go several groups at a time, slow ones alone. A call that
+fails as a whole (the worker hangs or dies) is repeated group by group, so that only the group that did it fails. It
+must not know what a worker is made of.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ class RewardPort(Protocol):
     """One reward worker."""
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
-        """A judgement a job, in order, and the seconds they took together. Raises `ProcessLostError` when the worker is gone."""
+        """A judgement a job, in order, and the seconds they took together. Raises `ProcessLostError` when the worker is
+        gone."""
         ...
 
     async def replace(self) -> None:
@@ -67,7 +69,9 @@ class RewardPool:
         """Seconds that a group's rewards take, a running mean; at first every group goes alone."""
         self.replaced = 0
 
-    async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+    async def __call__(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+    ) -> Sequence[Reward]:
         """Judge one group; waiting for an idle worker is not part of the deadline.
 
         Raises:

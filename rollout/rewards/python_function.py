@@ -25,5 +25,8 @@ def load_function(name: str) -> RewardFunction:
     if not callable(found):
         what = "has no such attribute" if found is None else f"is of type {type(found).__name__}"
         functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise UserError(f"got reward.function = {name!r}, but {module_name} {what}; its callables are: {', '.join(functions) or 'none'}")
+        raise UserError(
+            f"got reward.function = {name!r}, but {module_name} {what}; its callables are: "
+            f"{', '.join(functions) or 'none'}"
+        )
     return cast(RewardFunction, found)

@@ -1,7 +1,8 @@
 """What a tokenizer declares and does, as digests that two processes compute apart and compare.
 
-Fields say what the files of the model declare; probes say what the installed library makes of them: the same files can give other ids under another version of
-it. Chats have no probe, since a template may write the date; the template itself is a field. It must never know engines, trainers or sampled ids.
+Fields say what the files of the model declare; probes say what the installed library makes of them: the same files can
+give other ids under another version of it. Chats have no probe, since a template may write the date; the template
+itself is a field. It must never know engines, trainers or sampled ids.
 """
 
 from collections.abc import Mapping
@@ -20,12 +21,21 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "words": "Hello, world! I'm sure they'd say DON'T; the_quick-brownFox jumps.",
         "unicode": "naïve café straße Ærø 中文 日本語 한국어 Ελληνικά русский العربية हिन्दी",
         "combining_marks": "e\u0301 \u00e9 n\u0303 a\u030a\u0323 \u1100\u1161\u11a8 \uac01 \ufb01 \u212b",
-        "emoji": "\U0001f642 \U0001f44d\U0001f3fd \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
+        "emoji": (
+            "\U0001f642 \U0001f44d\U0001f3fd \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea "
+            "\u2764\ufe0f"
+        ),
         "white_space": "  a   b    c\u00a0d\u2003e\u200bf   ",
         "lines": "a\tb\t\tc\nd\n\n\ne\r\nf\rg\n\t\n",
         "digits": "0 7 42 007 1234567 3.14159 -1,000,000.5e-10 12+34=46 \u0661\u0662 \u00bd",
-        "tool_call": '<tool_call>\n{"name": "find", "arguments": {"query": "a \\"b\\"\\n c", "k": [1, 2.5], "tags": {}}}\n</tool_call>',
-        "special_text": "<s>a</s> <|im_start|>user\nb<|im_end|>\n<|endoftext|><pad><eos><bos><unk>[CLS] [INST] c [/INST]<think></think>",
+        "tool_call": (
+            '<tool_call>\n{"name": "find", "arguments": {"query": "a \\"b\\"\\n c", "k": [1, 2.5], "tags":'
+            " {}}}\n</tool_call>"
+        ),
+        "special_text": (
+            "<s>a</s> <|im_start|>user\nb<|im_end|>\n<|endoftext|><pad><eos><bos><unk>[CLS] [INST] c "
+            "[/INST]<think></think>"
+        ),
         "blank": " ",
         "empty": "",
     }
@@ -34,7 +44,8 @@ PROBES: Mapping[str, str] = MappingProxyType(
 OWN_SPECIAL_TOKENS = "own_special_tokens"
 """Name of the probe whose text a tokenizer makes itself: its begin and end tokens, written out between letters."""
 REFUSED = "refused"
-"""In place of a digest: the tokenizer cannot encode the text at all (a vocabulary of characters without an unknown token)."""
+"""In place of a digest: the tokenizer cannot encode the text at all (a vocabulary of characters without an unknown
+token)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,8 @@ def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
 
 
 def differences(expected: TokenizerIdentity, got: TokenizerIdentity) -> tuple[str, ...]:
-    """In what the two differ: names of fields, then `probe NAME`; empty where they agree. What only one side has counts."""
+    """In what the two differ: names of fields, then `probe NAME`; empty where they agree. What only one side has
+    counts."""
     fields = _unlike(expected.fingerprint_fields, got.fingerprint_fields)
     return (*fields, *(f"probe {name}" for name in _unlike(expected.probes, got.probes)))
 
@@ -81,4 +93,6 @@ def _probe(tokenizer: Tokenizer, text: str | None) -> str:
 
 def _own_special_text(tokenizer: Tokenizer) -> str:
     named = tokenizer.eos_ids if tokenizer.bos_id is None else (tokenizer.bos_id, *tokenizer.eos_ids)
-    return "a".join(["", *(tokenizer.decode(np.array([i], dtype=np.int32), skip_special_tokens=False) for i in named), ""])
+    return "a".join(
+        ["", *(tokenizer.decode(np.array([i], dtype=np.int32), skip_special_tokens=False) for i in named), ""]
+    )

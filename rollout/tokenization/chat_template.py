@@ -25,7 +25,8 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `render` gives what `apply_chat_template(..., add_generation_prompt=True)` gives before tokenisation."""
+    """One compiled template. `render` gives what `apply_chat_template(..., add_generation_prompt=True)` gives before
+    tokenisation."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
         """Compile `source`.
@@ -50,12 +51,19 @@ class ChatTemplate:
         """
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         roles = [message.role for message in messages]
-        with boundary(UserError, f"the chat template of {self._origin} refused messages with the roles {roles}; give it roles that it knows"):
-            return self._template.render(messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens)
+        with boundary(
+            UserError,
+            f"the chat template of {self._origin} refused messages with the roles {roles}; give it roles that it knows",
+        ):
+            return self._template.render(
+                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
     added: dict[str, Callable[..., str]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(added)
     environment.filters["tojson"] = _tojson
@@ -70,6 +78,12 @@ def _strftime_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON without HTML escapes, which Jinja's own filter would put in."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

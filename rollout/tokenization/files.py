@@ -1,4 +1,5 @@
-"""What a model directory says about its tokenizer besides `tokenizer.json`: special tokens, end tokens, chat template. It encodes nothing."""
+"""What a model directory says about its tokenizer besides `tokenizer.json`: special tokens, end tokens, chat template.
+It encodes nothing."""
 
 import json
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ class TokenizerFiles:
     declared_tokens: dict[int, str]
     """Token id -> text of tokens that tokenizer_config.json says were added."""
     add_bos: bool | None
-    """`add_bos_token` of tokenizer_config.json, None where it does not say. Declared only: the post-processor of tokenizer.json decides."""
+    """`add_bos_token` of tokenizer_config.json, None where it does not say. Declared only: the post-processor of
+    tokenizer.json decides."""
     add_eos: bool | None
     eos_ids: tuple[int, ...]
-    """End tokens of generation_config.json, else of config.json. The tokenizer's own end token is not yet among them."""
+    """End tokens of generation_config.json, else of config.json. The tokenizer's own end token is not yet among
+    them."""
     chat_template: str | None
     embedding_rows: int | None
     """`vocab_size` of config.json, None where it does not say."""
@@ -53,7 +56,8 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         declared_tokens=_declared_tokens(settings, model_dir),
         add_bos=_flag(settings, "add_bos_token", model_dir),
         add_eos=_flag(settings, "add_eos_token", model_dir),
-        eos_ids=_eos_ids(generation, model_dir / "generation_config.json") or _eos_ids(inner, model_dir / "config.json"),
+        eos_ids=_eos_ids(generation, model_dir / "generation_config.json")
+        or _eos_ids(inner, model_dir / "config.json"),
         chat_template=_chat_template(settings, model_dir),
         embedding_rows=rows if isinstance(rows, int) else None,
         model_ids={name: inner[name] for name in _NAMED_IDS if name in inner},
@@ -68,7 +72,9 @@ def _read_json(path: Path) -> dict[str, object]:
     except (ValueError, OSError) as cause:
         raise UserError(f"cannot read {path}: {cause}; restore the file from the model's source") from cause
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}; expected an object: restore the file from the model's source")
+        raise UserError(
+            f"{path} holds a JSON {type(value).__name__}; expected an object: restore the file from the model's source"
+        )
     return cast(dict[str, object], value)
 
 
@@ -81,7 +87,10 @@ def _token_text(value: object) -> str | None:
 def _declared_tokens(settings: dict[str, object], model_dir: Path) -> dict[int, str]:
     declared = settings.get("added_tokens_decoder", {})
     if not isinstance(declared, dict):
-        raise UserError(f"added_tokens_decoder of {model_dir / 'tokenizer_config.json'} is a {type(declared).__name__}; expected an object")
+        raise UserError(
+            f"added_tokens_decoder of {model_dir / 'tokenizer_config.json'} is a {type(declared).__name__}; expected an"
+            " object"
+        )
     texts = {key: _token_text(value) for key, value in cast(dict[str, object], declared).items()}
     return {int(key): text for key, text in texts.items() if key.isdigit() and text is not None}
 

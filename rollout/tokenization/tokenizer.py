@@ -1,4 +1,5 @@
-"""Text to token ids and back, and the fingerprint by which two sides prove that they tokenize alike. It must never re-tokenise sampled ids."""
+"""Text to token ids and back, and the fingerprint by which two sides prove that they tokenize alike. It must never
+re-tokenise sampled ids."""
 
 import json
 from collections.abc import Sequence
@@ -69,14 +70,15 @@ def load_tokenizer(model_dir: Path | str) -> "HuggingFaceTokenizer":
     """The tokenizer of a local Hugging Face model directory, from its `tokenizer.json` (no transformers, no torch).
 
     Raises:
-        UserError: a file is missing or broken, no end token is named anywhere, the files disagree, or the vocabulary is larger than the model's embedding.
+        UserError: a file is missing or broken, no end token is named anywhere, the files disagree, or the vocabulary is
+            larger than the model's embedding.
     """
     files = read_tokenizer_files(Path(model_dir))
     path = files.model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            f"{files.model_dir} has no tokenizer.json; write it with "
-            f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{files.model_dir}').save_pretrained('{files.model_dir}')\""
+            f'{files.model_dir} has no tokenizer.json; write it with python -c "from transformers import AutoTokenizer'
+            f" as A; A.from_pretrained('{files.model_dir}').save_pretrained('{files.model_dir}')\""
         )
     with boundary(UserError, f"cannot read {path}; restore the file from the model's source"):
         backend = Backend.from_file(str(path))
@@ -87,7 +89,8 @@ class HuggingFaceTokenizer:
     """A `tokenizers` pipeline with the side files of its model."""
 
     def __init__(self, backend: Backend, files: TokenizerFiles) -> None:
-        """Take `backend` over. A truncation or padding baked into it is switched off: a prompt is never shortened silently."""
+        """Take `backend` over. A truncation or padding baked into it is switched off: a prompt is never shortened
+        silently."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -98,7 +101,9 @@ class HuggingFaceTokenizer:
         self.eos_ids = self._find_eos_ids()
         _check_embedding(files, self.vocab_size, self.eos_ids)
         template = files.chat_template
-        self._chat_template = None if template is None else ChatTemplate(template, files.special_tokens, str(files.model_dir))
+        self._chat_template = (
+            None if template is None else ChatTemplate(template, files.special_tokens, str(files.model_dir))
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -108,10 +113,13 @@ class HuggingFaceTokenizer:
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that structure a text and are no text themselves."""
-        return frozenset(token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """[P] ids of raw text, with the special tokens that the post-processor of tokenizer.json adds; as in transformers, it outranks `add_bos_token`."""
+        """[P] ids of raw text, with the special tokens that the post-processor of tokenizer.json adds; as in
+        transformers, it outranks `add_bos_token`."""
         return np.array(self._backend.encode(text, add_special_tokens=True).ids, dtype=np.int32)
 
     def decode(self, ids: NDArray[np.int32], skip_special_tokens: bool = True) -> str:
@@ -119,16 +127,20 @@ class HuggingFaceTokenizer:
         return self._backend.decode(cast(list[int], ids.tolist()), skip_special_tokens=skip_special_tokens)
 
     def render_chat(self, messages: Sequence[Message]) -> NDArray[np.int32]:
-        """[P] ids of a conversation up to where the policy's answer starts. The template writes its special tokens itself: none is added.
+        """[P] ids of a conversation up to where the policy's answer starts. The template writes its special tokens
+        itself: none is added.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.
         """
         if self._chat_template is None:
             raise UserError(
-                f"got chat messages, but the tokenizer of {self._files.model_dir} has no chat template; add chat_template.jinja there or give raw prompts"
+                f"got chat messages, but the tokenizer of {self._files.model_dir} has no chat template; add "
+                "chat_template.jinja there or give raw prompts"
             )
-        return np.array(self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids, dtype=np.int32)
+        return np.array(
+            self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids, dtype=np.int32
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 over `fingerprint_fields`."""
@@ -169,8 +181,8 @@ class HuggingFaceTokenizer:
         token_id = self._backend.token_to_id(text)
         if token_id is None:
             raise UserError(
-                f"tokenizer_config.json of {self._files.model_dir} names {name} {text!r}, which tokenizer.json does not hold; "
-                f"save the tokenizer again, or correct {name}"
+                f"tokenizer_config.json of {self._files.model_dir} names {name} {text!r}, which tokenizer.json does not"
+                f" hold; save the tokenizer again, or correct {name}"
             )
         return token_id
 
@@ -179,20 +191,21 @@ class HuggingFaceTokenizer:
         ids: tuple[int, ...] = tuple(dict.fromkeys((*self._files.eos_ids, *(() if own is None else (own,)))))
         if not ids:
             raise UserError(
-                f"{self._files.model_dir} names no end token: neither eos_token_id in generation_config.json or config.json "
-                "nor eos_token in tokenizer_config.json; set one, else no sample can stop"
+                f"{self._files.model_dir} names no end token: neither eos_token_id in generation_config.json or "
+                "config.json nor eos_token in tokenizer_config.json; set one, else no sample can stop"
             )
         return ids
 
 
 def _check_declared(backend: Backend, files: TokenizerFiles) -> None:
-    """Tokens that tokenizer_config.json alone declares would be encoded by transformers and not by us: refuse rather than differ."""
+    """Tokens that tokenizer_config.json alone declares would be encoded by transformers and not by us: refuse rather
+    than differ."""
     for token_id, text in files.declared_tokens.items():
         held = backend.token_to_id(text)
         if held != token_id:
             raise UserError(
-                f"tokenizer_config.json of {files.model_dir} says that token {text!r} has id {token_id}, but tokenizer.json gives it {held}; "
-                "save the tokenizer again so that both agree"
+                f"tokenizer_config.json of {files.model_dir} says that token {text!r} has id {token_id}, but "
+                f"tokenizer.json gives it {held}; save the tokenizer again so that both agree"
             )
 
 
@@ -200,9 +213,12 @@ def _check_embedding(files: TokenizerFiles, vocab_size: int, eos_ids: tuple[int,
     rows = files.embedding_rows
     if rows is not None and vocab_size > rows:
         raise UserError(
-            f"the tokenizer of {files.model_dir} has ids up to {vocab_size - 1}, but the model's embedding has {rows} rows (vocab_size in config.json); "
-            "use the model's own tokenizer, or resize the embedding"
+            f"the tokenizer of {files.model_dir} has ids up to {vocab_size - 1}, but the model's embedding has {rows} "
+            "rows (vocab_size in config.json); use the model's own tokenizer, or resize the embedding"
         )
     limit = vocab_size if rows is None else rows
     if max(eos_ids) >= limit:
-        raise UserError(f"{files.model_dir} names end tokens {eos_ids}, but its vocabulary ends at {limit - 1}; correct eos_token_id in generation_config.json")
+        raise UserError(
+            f"{files.model_dir} names end tokens {eos_ids}, but its vocabulary ends at {limit - 1}; correct "
+            "eos_token_id in generation_config.json"
+        )

@@ -1,7 +1,8 @@
-"""Many small jobs over few calls: what is asked in one turn of the event loop travels together, and so does what has finished meanwhile.
+"""Many small jobs over few calls: what is asked in one turn of the event loop travels together, and so does what has
+finished meanwhile.
 
-`Outbox` is the asking side, `Inbox` the working side; between them stand two calls that somebody else makes: `submit` and `collect`.
-They own order-free delivery, once each. They know neither jobs nor the transport.
+`Outbox` is the asking side, `Inbox` the working side; between them stand two calls that somebody else makes: `submit`
+and `collect`. They own order-free delivery, once each. They know neither jobs nor the transport.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ COLLECT_WAIT_S = 1.0
 
 
 class Inbox(Generic[Job, Result]):
-    """Runs jobs at once and keeps what has finished, a client apart, until it is collected. Answers for a client that is gone stay."""
+    """Runs jobs at once and keeps what has finished, a client apart, until it is collected. Answers for a client that
+    is gone stay."""
 
     def __init__(self, work: Callable[[Job], Awaitable[Result]]) -> None:
         self._work = work
@@ -58,7 +60,9 @@ class Outbox(Generic[Job, Result]):
     """Asks one partner. At most one `submit` and one `collect` are under way."""
 
     def __init__(
-        self, submit: Callable[[list[tuple[int, Job]]], Awaitable[None]], collect: Callable[[], Awaitable[Sequence[tuple[int, Result | ConcordError]]]]
+        self,
+        submit: Callable[[list[tuple[int, Job]]], Awaitable[None]],
+        collect: Callable[[], Awaitable[Sequence[tuple[int, Result | ConcordError]]]],
     ) -> None:
         self._submit = submit
         self._collect = collect

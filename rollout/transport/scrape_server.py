@@ -1,7 +1,8 @@
-"""A small HTTP server that answers scrapes with a text: in threads of its own, bounded in number and in time. It knows no metric.
+"""A small HTTP server that answers scrapes with a text: in threads of its own, bounded in number and in time. It knows
+no metric.
 
-A client that says nothing, or does not take its answer, is cut off after `IDLE_S`; of more than `MAX_CONNECTIONS` the oldest gives way, so a new
-scrape is always heard.
+A client that says nothing, or does not take its answer, is cut off after `IDLE_S`; of more than `MAX_CONNECTIONS` the
+oldest gives way, so a new scrape is always heard.
 """
 
 import contextlib
@@ -36,14 +37,19 @@ class ScrapeServer:
         Raises:
             OSError: the port is taken, or the host is no address of this machine.
         """
-        family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         self._server = _Server((str(address[0]), port), family, text, idle_s)
         self._host = host
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSING_S,), name="scrape server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(CLOSING_S,), name="scrape server", daemon=True
+        )
         self._thread.start()
 
     def target(self, own_name: Callable[[], str]) -> str:
-        """host:port, for Prometheus; `own_name` says how others reach this machine where it listens on all its addresses."""
+        """host:port, for Prometheus; `own_name` says how others reach this machine where it listens on all its
+        addresses."""
         host = own_name() if self._host in _ANY_ADDRESS else self._host
         return f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
 
@@ -86,7 +92,8 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """A client that went away or was cut off is nobody's trouble; a text that cannot be made is an answer of its own."""
+        """A client that went away or was cut off is nobody's trouble; a text that cannot be made is an answer of its
+        own."""
 
     def cut_all(self) -> None:
         """End every connection."""
@@ -104,7 +111,9 @@ def _cut(request: socket.socket) -> None:
 class _Handler(BaseHTTPRequestHandler):
     """One request a connection, answered in plain text."""
 
-    disable_nagle_algorithm = True  # headers and body are two writes: the second would wait 40 ms for the client's acknowledgement
+    disable_nagle_algorithm = (
+        True  # headers and body are two writes: the second would wait 40 ms for the client's acknowledgement
+    )
 
     def setup(self) -> None:
         """Every read and write of the connection has the server's deadline."""

@@ -1,9 +1,11 @@
 """The binary form of a trajectory group: one contiguous buffer from the episode worker to the trainer, and on disk.
 
-Layout: a 24-byte prefix (magic, format version, length of the header, CRC-32, total bytes), a JSON header with everything that is not an
-array, then the columns of all trajectories, each column on a 16-byte boundary: token ids (uint16 if all fit, else int32), the float32
-log-probs of the sampled positions only, and the routing traces. Where a token was sampled follows from the version spans, which cover
-exactly those positions. This module knows nothing of the store, of files, or of who sends the buffer.
+Layout: a 24-byte prefix (magic, format version, length of the header, CRC-32, total bytes), a JSON header with
+everything that is not an
+array, then the columns of all trajectories, each column on a 16-byte boundary: token ids (uint16 if all fit, else
+int32), the float32 log-probs of the sampled positions only, and the routing traces. Where a token was sampled follows
+from the version spans, which cover exactly those positions. This module knows nothing of the store, of files, or of who
+sends the buffer.
 """
 
 import json
@@ -52,7 +54,10 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
         ValueError: a trajectory names another dispatch, prompt or environment than its group.
     """
     tags: list[EngineTag] = []
-    rows = [_row(group, trajectory, reward, tags) for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)]
+    rows = [
+        _row(group, trajectory, reward, tags)
+        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
+    ]
     ids = np.concatenate([trajectory.token_ids for trajectory in group.trajectories])
     # Seen as unsigned, a negative id is large: one maximum checks both ends.
     narrow = bool(ids.view(np.uint32).max() < 1 << 16)
@@ -74,7 +79,8 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
 
 
 def decode(payload: NDArray[np.uint8] | bytes) -> TrajectoryGroup:
-    """The group that `payload` encodes. Arrays are read-only: views of the payload for int32 ids and routing, one allocation a group for the rest.
+    """The group that `payload` encodes. Arrays are read-only: views of the payload for int32 ids and routing, one
+    allocation a group for the rest.
 
     Raises:
         StoreError: not a payload, another format version, truncated, or damaged.
@@ -90,7 +96,10 @@ def decode(payload: NDArray[np.uint8] | bytes) -> TrajectoryGroup:
             pass_index=header["pass_index"],
             environment=header["environment"],
             trajectories=tuple(_trajectories(buffer, _aligned(_PREFIX.size + header_bytes), header)),
-            rewards=tuple(Reward(total=row[8], parts=tuple((name, value) for name, value in row[9])) for row in header["trajectories"]),
+            rewards=tuple(
+                Reward(total=row[8], parts=tuple((name, value) for name, value in row[9]))
+                for row in header["trajectories"]
+            ),
             reward_s=header["reward_s"],
         )
 
@@ -106,10 +115,15 @@ def checksum_of(payload: NDArray[np.uint8]) -> int:
 
 def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: list[EngineTag]) -> list[object]:
     """Everything of one trajectory that is not an array. Its order is part of the format."""
-    if (trajectory.dispatch_id, trajectory.prompt_id, trajectory.environment) != (group.dispatch_id, group.prompt_id, group.environment):
+    if (trajectory.dispatch_id, trajectory.prompt_id, trajectory.environment) != (
+        group.dispatch_id,
+        group.prompt_id,
+        group.environment,
+    ):
         raise ValueError(
-            f"trajectory {trajectory.trajectory_id} is of dispatch {trajectory.dispatch_id}, prompt {trajectory.prompt_id}, "
-            f"environment {trajectory.environment}; its group is of {group.dispatch_id}, {group.prompt_id}, {group.environment}: put it into its own group"
+            f"trajectory {trajectory.trajectory_id} is of dispatch {trajectory.dispatch_id}, prompt "
+            f"{trajectory.prompt_id}, environment {trajectory.environment}; its group is of {group.dispatch_id}, "
+            f"{group.prompt_id}, {group.environment}: put it into its own group"
         )
     # Engines hand out one tag object for many samples: identity is tried before the slower equality.
     index = next((i for i, tag in enumerate(tags) if tag is trajectory.tag or tag == trajectory.tag), len(tags))
@@ -124,7 +138,11 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: l
         trajectory.finish_reason,
         timings.started_at_s,
         timings.generation_s,
-        [number for span in trajectory.version_spans for number in (span.policy.trainer_epoch, span.policy.version, span.start, span.end)],
+        [
+            number
+            for span in trajectory.version_spans
+            for number in (span.policy.trainer_epoch, span.policy.version, span.start, span.end)
+        ],
         float(reward.total),
         [(name, float(value)) for name, value in reward.parts],
         None if routing is None else [routing.experts.dtype.name, *routing.experts.shape[1:]],
@@ -136,7 +154,10 @@ def _logprob_and_routing_columns(group: TrajectoryGroup) -> list[NDArray[Any]]:
     columns: list[NDArray[Any]] = [np.concatenate(sampled)]
     for trajectory in group.trajectories:
         if trajectory.routing is not None:
-            columns += [np.ascontiguousarray(trajectory.routing.experts), np.ascontiguousarray(trajectory.routing.covered)]
+            columns += [
+                np.ascontiguousarray(trajectory.routing.experts),
+                np.ascontiguousarray(trajectory.routing.covered),
+            ]
     return columns
 
 
@@ -151,7 +172,9 @@ def _assemble(header: bytes, columns: list[NDArray[Any]]) -> NDArray[np.uint8]:
     payload[_PREFIX.size : _PREFIX.size + len(header)] = np.frombuffer(header, dtype=np.uint8)
     for offset, column in zip(offsets, columns, strict=True):
         payload[offset : offset + column.nbytes] = column.reshape(-1).view(np.uint8)
-    _PREFIX.pack_into(payload.data, 0, MAGIC, FORMAT_VERSION, len(header), zlib.crc32(payload.data[_PREFIX.size :]), end)
+    _PREFIX.pack_into(
+        payload.data, 0, MAGIC, FORMAT_VERSION, len(header), zlib.crc32(payload.data[_PREFIX.size :]), end
+    )
     payload.flags.writeable = False
     return payload
 
@@ -160,15 +183,22 @@ def _checked_prefix(payload: NDArray[np.uint8]) -> tuple[int, int]:
     """(bytes of the header, declared checksum)."""
     if payload.dtype != np.uint8 or payload.ndim != 1 or payload.size < _PREFIX.size:
         raise StoreError(
-            f"got {payload.dtype} {payload.shape} as a payload; expected a uint8 vector of at least {_PREFIX.size} bytes: it is truncated or something else"
+            f"got {payload.dtype} {payload.shape} as a payload; expected a uint8 vector of at least {_PREFIX.size} "
+            "bytes: it is truncated or something else"
         )
     magic, version, header_bytes, checksum, total = _PREFIX.unpack_from(payload.data)
     if magic != MAGIC:
         raise StoreError(f"payload starts with {magic!r}; expected {MAGIC!r}: this is not an encoded trajectory group")
     if version != FORMAT_VERSION:
-        raise StoreError(f"payload has format version {version}; this version of Concord reads {FORMAT_VERSION}: open the run with the version that wrote it")
+        raise StoreError(
+            f"payload has format version {version}; this version of Concord reads {FORMAT_VERSION}: open the run with "
+            "the version that wrote it"
+        )
     if total != payload.size or header_bytes > total - _PREFIX.size:
-        raise StoreError(f"payload has {payload.size} bytes; its prefix declares {total}, of which {header_bytes} are the header: it is truncated or damaged")
+        raise StoreError(
+            f"payload has {payload.size} bytes; its prefix declares {total}, of which {header_bytes} are the header: it"
+            " is truncated or damaged"
+        )
     return header_bytes, checksum
 
 
@@ -176,7 +206,10 @@ def _checked_header_bytes(payload: NDArray[np.uint8]) -> int:
     header_bytes, declared = _checked_prefix(payload)
     found = zlib.crc32(payload.data[_PREFIX.size :])
     if found != declared:
-        raise StoreError(f"payload has checksum {found:#010x}; its prefix declares {declared:#010x}: the bytes were damaged after they were written")
+        raise StoreError(
+            f"payload has checksum {found:#010x}; its prefix declares {declared:#010x}: the bytes were damaged after "
+            "they were written"
+        )
     return header_bytes
 
 
@@ -251,7 +284,12 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
 
 def _spans(flat: list[int]) -> tuple[VersionSpan, ...]:
     numbers = iter(flat)
-    return tuple([VersionSpan(_policy(epoch, version), start, end) for epoch, version, start, end in zip(numbers, numbers, numbers, numbers, strict=True)])
+    return tuple(
+        [
+            VersionSpan(_policy(epoch, version), start, end)
+            for epoch, version, start, end in zip(numbers, numbers, numbers, numbers, strict=True)
+        ]
+    )
 
 
 def _routing(buffer: NDArray[np.uint8], offset: int, rows: int, shape: list[Any]) -> tuple[RoutingTrace, int]:
@@ -261,11 +299,15 @@ def _routing(buffer: NDArray[np.uint8], offset: int, rows: int, shape: list[Any]
     end = start + rows * blocks * top_k * dtype.itemsize
     covered_from = _aligned(end)
     experts = buffer[start:end].view(dtype).reshape(rows, blocks, top_k)
-    return RoutingTrace(experts=experts, covered=buffer[covered_from : covered_from + rows].view(np.bool_)), covered_from + rows
+    return (
+        RoutingTrace(experts=experts, covered=buffer[covered_from : covered_from + rows].view(np.bool_)),
+        covered_from + rows,
+    )
 
 
 def _trusted(*values: object) -> Trajectory:
-    """A trajectory without the checks of construction: `encode` took a checked one, and the checksum says that these are its bytes.
+    """A trajectory without the checks of construction: `encode` took a checked one, and the checksum says that these
+    are its bytes.
 
     They would be half the cost of decoding (unpickling leaves them out for the same reason).
     """

@@ -42,7 +42,8 @@ class RejectReason(StrEnum):
     NON_FINITE = "non_finite"
     """Its step had a non-finite loss, gradient or update and was not applied."""
     GRADIENT_SPIKE = "gradient_spike"
-    """The gradient search found the tokens behind a spike in its step, which was not applied (trainer.gradloc.action = "skip")."""
+    """The gradient search found the tokens behind a spike in its step, which was not applied (trainer.gradloc.action =
+    "skip")."""
 
 
 class FailReason(StrEnum):

@@ -31,7 +31,8 @@ class GenerationRequest:
     """`num_samples` independent continuations of one prompt."""
 
     request_id: str
-    """Idempotent: an engine that sees an id again while it runs answers with an error, never with a second generation."""
+    """Idempotent: an engine that sees an id again while it runs answers with an error, never with a second
+    generation."""
     prompt_ids: NDArray[np.int32]
     """[P]"""
     num_samples: int
@@ -43,9 +44,15 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         if self.prompt_ids.ndim != 1 or self.prompt_ids.size == 0 or self.prompt_ids.dtype != np.int32:
-            raise ValueError(f"request {self.request_id}: prompt_ids must be a non-empty int32 vector, got {self.prompt_ids.dtype} {self.prompt_ids.shape}")
+            raise ValueError(
+                f"request {self.request_id}: prompt_ids must be a non-empty int32 vector, got {self.prompt_ids.dtype} "
+                f"{self.prompt_ids.shape}"
+            )
         if self.num_samples < 1 or (self.seeds and len(self.seeds) != self.num_samples):
-            raise ValueError(f"request {self.request_id}: {self.num_samples} samples and {len(self.seeds)} seeds; expected one seed a sample or none")
+            raise ValueError(
+                f"request {self.request_id}: {self.num_samples} samples and {len(self.seeds)} seeds; expected one seed "
+                "a sample or none"
+            )
 
 
 @wired
@@ -67,7 +74,10 @@ class TokenChunk:
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.logprobs.shape or self.token_ids.ndim != 1:
-            raise ValueError(f"request {self.request_id}: {self.token_ids.shape} ids but {self.logprobs.shape} log-probs in one chunk")
+            raise ValueError(
+                f"request {self.request_id}: {self.token_ids.shape} ids but {self.logprobs.shape} log-probs in one "
+                "chunk"
+            )
 
 
 class PauseMode(StrEnum):

@@ -32,7 +32,10 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if (self.text is None) == (not self.messages):
-            raise ValueError(f"prompt {self.prompt_id}: got text={self.text!r} and {len(self.messages)} messages; give exactly one of text and messages")
+            raise ValueError(
+                f"prompt {self.prompt_id}: got text={self.text!r} and {len(self.messages)} messages; give exactly one "
+                "of text and messages"
+            )
         if self.pass_index < 0:
             raise ValueError(f"prompt {self.prompt_id}: pass_index {self.pass_index} is negative; passes count from 0")
 

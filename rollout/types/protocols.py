@@ -1,4 +1,5 @@
-"""The seams of the rollout room. A planted fault or a fake is another implementation of one of these, never an `if` inside."""
+"""The seams of the rollout room. A planted fault or a fake is another implementation of one of these, never an `if`
+inside."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request; its samples end with finish reason `abort`. Unknown ids are ignored: it may just have finished."""
+        """Stop a request; its samples end with finish reason `abort`. Unknown ids are ignored: it may just have
+        finished."""
         ...
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -57,7 +59,8 @@ class Engine(Protocol):
         ...
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        """Take over the weights and the version label; only while paused. Answers with the digest of the bytes received.
+        """Take over the weights and the version label; only while paused. Answers with the digest of the bytes
+        received.
 
         Raises:
             EngineError: the weights do not fit or cannot be read.
@@ -159,7 +162,8 @@ class Recovery:
 
 
 class Store(Protocol):
-    """The authority on what was dispatched, finished and trained. Every change is durable before the call returns, one transaction with its event."""
+    """The authority on what was dispatched, finished and trained. Every change is durable before the call returns, one
+    transaction with its event."""
 
     async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
         """Open a new epoch at `checkpoint` (None: a new run) and settle what older epochs left."""
@@ -174,7 +178,8 @@ class Store(Protocol):
         ...
 
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
-        """dispatched -> ready; answers with the ids that it took. A group whose dispatch has ended (or was put before) is refused with an event."""
+        """dispatched -> ready; answers with the ids that it took. A group whose dispatch has ended (or was put before)
+        is refused with an event."""
         ...
 
     async def annotate(self, annotations: Sequence[Annotation]) -> None:
@@ -182,11 +187,13 @@ class Store(Protocol):
         ...
 
     async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
-        """A look at encoded groups with their prompts, in whatever state; those that have ended meanwhile are left out."""
+        """A look at encoded groups with their prompts, in whatever state; those that have ended meanwhile are left
+        out."""
         ...
 
     async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
-        """ready or audited -> leased; the encoded groups (`rollout.types.codec`) in the order asked, with their newest verdict annotations.
+        """ready or audited -> leased; the encoded groups (`rollout.types.codec`) in the order asked, with their newest
+        verdict annotations.
 
         Raises:
             StoreError: one of them is in another state; then none is leased.
@@ -194,7 +201,8 @@ class Store(Protocol):
         ...
 
     async def acknowledge(self, commit: StepCommit) -> Counts:
-        """Write the commit record; its groups become leased (trained). Leased groups that it does not name stay leased."""
+        """Write the commit record; its groups become leased (trained). Leased groups that it does not name stay
+        leased."""
         ...
 
     async def settle(self, checkpoint: PolicyVersion) -> Counts:
@@ -202,7 +210,8 @@ class Store(Protocol):
         ...
 
     async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
-        """End dispatches that were not trained, from any state that is not terminal. One that has already ended is left out, with an event."""
+        """End dispatches that were not trained, from any state that is not terminal. One that has already ended is left
+        out, with an event."""
         ...
 
     async def commit_version(self, entry: LedgerEntry) -> Counts:

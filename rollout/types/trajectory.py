@@ -1,4 +1,5 @@
-"""What comes back: version-tagged trajectories and their rewarded groups. Checked once, at construction; never written into."""
+"""What comes back: version-tagged trajectories and their rewarded groups. Checked once, at construction; never written
+into."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -68,7 +69,8 @@ class VersionSpan:
 @wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Experts chosen per input token: row p belongs to input p, which predicts p + 1. Missing rows are missing, never padded."""
+    """Experts chosen per input token: row p belongs to input p, which predicts p + 1. Missing rows are missing, never
+    padded."""
 
     experts: NDArray[np.uint8] | NDArray[np.uint16]
     """[T - 1, blocks, top_k]; rows where `covered` is False hold nothing."""
@@ -77,7 +79,10 @@ class RoutingTrace:
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or self.covered.shape != self.experts.shape[:1]:
-            raise ValueError(f"routing has experts {self.experts.shape} and coverage {self.covered.shape}; expected [T-1, blocks, top_k] and [T-1]")
+            raise ValueError(
+                f"routing has experts {self.experts.shape} and coverage {self.covered.shape}; expected [T-1, blocks, "
+                "top_k] and [T-1]"
+            )
 
 
 @wired
@@ -159,7 +164,8 @@ class TrajectoryGroup:
     def __post_init__(self) -> None:
         if not self.trajectories or len(self.trajectories) != len(self.rewards):
             raise ValueError(
-                f"group {self.dispatch_id}: {len(self.trajectories)} trajectories and {len(self.rewards)} rewards; expected one reward each and at least one"
+                f"group {self.dispatch_id}: {len(self.trajectories)} trajectories and {len(self.rewards)} rewards; "
+                "expected one reward each and at least one"
             )
 
 
@@ -211,7 +217,8 @@ class GroupHeader:
 @wired
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedGroup:
-    """A group in its binary form (`rollout.types.codec`) with its header; nothing between worker and trainer decodes it."""
+    """A group in its binary form (`rollout.types.codec`) with its header; nothing between worker and trainer decodes
+    it."""
 
     header: GroupHeader
     payload: NDArray[np.uint8]
@@ -278,22 +285,37 @@ def _check_arrays(trajectory: Trajectory) -> None:
     )
     for array, dtype, name in wanted:
         if array.dtype != dtype or array.shape != shape or array.ndim != 1:
-            raise ValueError(f"trajectory {trajectory.trajectory_id}: {name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id}: {name} is {array.dtype} {array.shape}; expected "
+                f"{np.dtype(dtype)} {shape}"
+            )
     if not np.isfinite(trajectory.rollout_logprobs).all():
         raise ValueError(f"trajectory {trajectory.trajectory_id}: rollout_logprobs hold NaN or infinity")
     if trajectory.rollout_logprobs[~trajectory.sampled].any():
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: a token that was not sampled has a log-prob; expected 0 there")
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: a token that was not sampled has a log-prob; expected 0 there"
+        )
     if trajectory.routing is not None and trajectory.routing.covered.size != shape[0] - 1:
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: routing has {trajectory.routing.covered.size} rows for {shape[0]} tokens; expected T - 1")
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: routing has {trajectory.routing.covered.size} rows for {shape[0]} "
+            "tokens; expected T - 1"
+        )
 
 
 def _check_spans(trajectory: Trajectory) -> None:
     position, covered = 0, 0
     for span in trajectory.version_spans:
-        if not position <= span.start < span.end <= trajectory.token_ids.size or not trajectory.sampled[span.start : span.end].all():
-            raise ValueError(f"trajectory {trajectory.trajectory_id}: span {span} overlaps its neighbour or covers tokens that were not sampled")
+        if (
+            not position <= span.start < span.end <= trajectory.token_ids.size
+            or not trajectory.sampled[span.start : span.end].all()
+        ):
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id}: span {span} overlaps its neighbour or covers tokens that were "
+                "not sampled"
+            )
         position, covered = span.end, covered + span.end - span.start
     if covered == 0 or covered != trajectory.num_sampled:
         raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one"
+            f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; "
+            "expected all, and at least one"
         )

@@ -21,8 +21,8 @@ class PolicyVersion:
     def __post_init__(self) -> None:
         if self.trainer_epoch < 1 or self.version < 0:
             raise ValueError(
-                f"got policy (epoch {self.trainer_epoch}, version {self.version}); epochs start at 1 and versions at 0: an unknown version is "
-                "an error, never a default"
+                f"got policy (epoch {self.trainer_epoch}, version {self.version}); epochs start at 1 and versions at 0:"
+                " an unknown version is an error, never a default"
             )
 
     @property
@@ -38,7 +38,9 @@ class PolicyVersion:
             ValueError: `key` does not read `eE-vN`.
         """
         epoch, dash, version = key.partition("-")
-        if not (dash and epoch.startswith("e") and version.startswith("v") and epoch[1:].isdigit() and version[1:].isdigit()):
+        if not (
+            dash and epoch.startswith("e") and version.startswith("v") and epoch[1:].isdigit() and version[1:].isdigit()
+        ):
             raise ValueError(f"got policy key {key!r}; expected the form e1-v0")
         return cls(int(epoch[1:]), int(version[1:]))
 
@@ -76,7 +78,9 @@ class Canary:
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.logprobs.shape != (self.token_ids.size - 1,):
-            raise ValueError(f"canary has {self.token_ids.shape} ids and {self.logprobs.shape} log-probs; expected [C] and [C - 1]")
+            raise ValueError(
+                f"canary has {self.token_ids.shape} ids and {self.logprobs.shape} log-probs; expected [C] and [C - 1]"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +92,8 @@ class WeightManifest:
     location: str
     """disk: a directory in Hugging Face layout; nccl and ipc: the rendezvous of the transfer."""
     tensors: tuple[TensorEntry, ...]
-    """Sorted by name; for nccl and ipc, in the order in which they are sent. With a tied head, the head is not among them."""
+    """Sorted by name; for nccl and ipc, in the order in which they are sent. With a tied head, the head is not among
+    them."""
     digest: str
     """`rollout.published.digests.manifest_digest(tensors)`."""
     canary: Canary

@@ -1,6 +1,7 @@
 """Frozen dataclasses that cross processes many thousand times a second: pickled as a tuple of their fields, in C.
 
-The library's own way asks for the fields of every object anew. What arrives was checked when it was made, and is not checked again.
+The library's own way asks for the fields of every object anew. What arrives was checked when it was made, and is not
+checked again.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,10 @@ def wired(cls: type[T]) -> type[T]:
     """Class decorator, above `@dataclass(slots=True)`."""
     names = tuple(field.name for field in fields(cast(Any, cls)))
     if len(names) < 2:
-        raise TypeError(f"{cls.__name__} has the fields {names}; a wired class has at least two (attrgetter answers with a tuple only then)")
+        raise TypeError(
+            f"{cls.__name__} has the fields {names}; a wired class has at least two (attrgetter answers with a tuple "
+            "only then)"
+        )
     values: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
 
     def reduce(made: T) -> tuple[Any, ...]:

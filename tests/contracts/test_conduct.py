@@ -30,7 +30,8 @@ def calls(module: Module) -> Iterator[ast.Call]:
 def blanket_handlers(module: Module) -> Iterator[ast.ExceptHandler]:
     """Handlers that catch everything, outside `rollout.errors.boundary`.
 
-    `except BaseException` that undoes something and ends with a bare `raise` catches nothing: it is a `finally` for failures.
+    `except BaseException` that undoes something and ends with a bare `raise` catches nothing: it is a `finally` for
+    failures.
     """
     allowed: set[ast.AST] = set()
     if str(module.path) == "rollout/errors.py":
@@ -55,7 +56,12 @@ def test_only_the_command_line_prints():
 
 
 def test_no_switch_is_read_from_the_environment():
-    found = [(m, node) for m in room_modules() for node in ast.walk(m.tree) if isinstance(node, ast.Attribute | ast.Name) and is_environment(node)]
+    found = [
+        (m, node)
+        for m in room_modules()
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Attribute | ast.Name) and is_environment(node)
+    ]
     assert not [m.at(node) for m, node in found if str(m.path) not in ENVIRONMENT_USERS]
     assert {str(m.path) for m, _ in found} == set(ENVIRONMENT_USERS), "an entry of the list above is no longer needed"
 
@@ -66,12 +72,26 @@ def is_environment(node: ast.Attribute | ast.Name) -> bool:
 
 def test_no_test_sleeps():
     """Sleep is no synchronisation. `asyncio.sleep(0)` only yields to the loop."""
-    sleeps = [(m, call) for m in modules("tests") for call in calls(m) if called_name(call) in ("time.sleep", "sleep", "asyncio.sleep", "anyio.sleep")]
-    assert not [m.at(call) for m, call in sleeps if not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0)]
+    sleeps = [
+        (m, call)
+        for m in modules("tests")
+        for call in calls(m)
+        if called_name(call) in ("time.sleep", "sleep", "asyncio.sleep", "anyio.sleep")
+    ]
+    assert not [
+        m.at(call)
+        for m, call in sleeps
+        if not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0)
+    ]
 
 
 def test_no_test_patches():
     """Fakes stand at the seams. `monkeypatch` may set the environment and the working directory, nothing else."""
     allowed = ("monkeypatch.setenv", "monkeypatch.delenv", "monkeypatch.chdir", "monkeypatch.syspath_prepend")
-    patching = [(m, called_name(call)) for m in modules("tests") for call in calls(m) if called_name(call).startswith(("monkeypatch.", "mock.", "patch"))]
+    patching = [
+        (m, called_name(call))
+        for m in modules("tests")
+        for call in calls(m)
+        if called_name(call).startswith(("monkeypatch.", "mock.", "patch"))
+    ]
     assert not [(str(m.path), name) for m, name in patching if name not in allowed]

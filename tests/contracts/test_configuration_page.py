@@ -11,13 +11,26 @@ import pytest
 from contracts.source_tree import ROOT, repository_files
 
 SCRIPT = ROOT / "docs" / "generate_configuration.py"
-PAGES = [path for path in repository_files() if path == Path("README.md") or (path.parts[0] == "docs" and path.suffix == ".md")]
-ROOM_PATH = re.compile(r"`((?:rollout|trainer|actors|orchestrator|tests|docs|examples|benchmarks|deploy)/[\w./-]+\.(?:py|toml|sh|md))`")
+PAGES = [
+    path
+    for path in repository_files()
+    if path == Path("README.md") or (path.parts[0] == "docs" and path.suffix == ".md")
+]
+ROOM_PATH = re.compile(
+    r"`((?:rollout|trainer|actors|orchestrator|tests|docs|examples|benchmarks|deploy)/[\w./-]+\.(?:py|toml|sh|md))`"
+)
 RECORDED = re.compile(r'record_event\(\s*"(\w+)"')
 
 
 def check(docs: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), "--check", "--docs", str(docs)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), "--check", "--docs", str(docs)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def text_of(page: Path) -> str:
@@ -93,7 +106,12 @@ def test_every_file_that_a_page_names_exists(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_test_that_a_page_names_exists(page: Path):
-    defined = {name for path in repository_files() if path.parts[0] == "tests" for name in re.findall(r"^def (test_\w+)", _text(path), re.MULTILINE)}
+    defined = {
+        name
+        for path in repository_files()
+        if path.parts[0] == "tests"
+        for name in re.findall(r"^def (test_\w+)", _text(path), re.MULTILINE)
+    }
     assert not sorted(set(re.findall(r"`(test_\w+)`", text_of(page))) - defined)
 
 

@@ -47,7 +47,9 @@ def complaint(name: str, labels: set[str]) -> str:
 
 
 def test_files_are_fresh():
-    done = subprocess.run([sys.executable, FOLDER / "generate.py", "--check"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, FOLDER / "generate.py", "--check"], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -59,8 +61,13 @@ def test_a_file_that_is_not_fresh_is_found(tmp_path: Path):
     changed.write_text(changed.read_text().replace("replica_up", "replica_down"))
     done = subprocess.run(
         [sys.executable, "-P", tmp_path / "deploy/grafana/generate.py", "--check"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env={"PYTHONPATH": str(tmp_path / "deploy/grafana")},
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={"PYTHONPATH": str(tmp_path / "deploy/grafana")},
+    )
     assert (done.returncode, "concord-fleet.json is not fresh" in done.stderr) == (1, True), done.stderr
 
 
@@ -72,7 +79,12 @@ def test_the_first_page_lists_the_overview_with_its_queries():
 
 
 def test_there_is_a_page_for_each_layer_and_the_others():
-    assert {file.stem for file in FILES} == {"concord-overview", "concord-fleet", "concord-gradloc", *(f"concord-layer-{number}" for number in LAYERS)}
+    assert {file.stem for file in FILES} == {
+        "concord-overview",
+        "concord-fleet",
+        "concord-gradloc",
+        *(f"concord-layer-{number}" for number in LAYERS),
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -84,7 +96,10 @@ def test_panels_ask_only_for_what_is_declared_or_recorded_and_of_the_chosen_run(
         assert not [told for name, selector in found if (told := complaint(name, set(LABEL.findall(selector))))]
 
 
-@pytest.mark.parametrize("name", ["concord_brilliance", "concord:brilliance:max", "concord_reward_mean_bucket", "concord_token_staleness_steps"])
+@pytest.mark.parametrize(
+    "name",
+    ["concord_brilliance", "concord:brilliance:max", "concord_reward_mean_bucket", "concord_token_staleness_steps"],
+)
 def test_a_name_that_is_not_declared_is_found(name: str):
     assert complaint(name, set())
 
@@ -94,11 +109,20 @@ def test_every_legend_names_labels_of_its_metric(file: Path):
     for panel in panels(file):
         for target in panel["targets"]:
             asked = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
-            known = {label for name, _ in SERIES.findall(target["expr"]) if name in DECLARED or name.removesuffix("_bucket") in DECLARED
-                     for label in (DECLARED.get(name) or DECLARED[name.removesuffix("_bucket")]).label_names}  # fmt: skip
+            known = {
+                label
+                for name, _ in SERIES.findall(target["expr"])
+                if name in DECLARED or name.removesuffix("_bucket") in DECLARED
+                for label in (DECLARED.get(name) or DECLARED[name.removesuffix("_bucket")]).label_names
+            }
             assert asked <= known | {"le", "phase", "run"}, target
 
 
 def test_colours_are_those_of_the_layers():
-    colours = {panel["fieldConfig"]["defaults"]["color"]["fixedColor"] for file in FILES for panel in panels(file) if panel["type"] != "heatmap"}
+    colours = {
+        panel["fieldConfig"]["defaults"]["color"]["fixedColor"]
+        for file in FILES
+        for panel in panels(file)
+        if panel["type"] != "heatmap"
+    }
     assert colours == {layer.colour for layer in LAYERS.values()}

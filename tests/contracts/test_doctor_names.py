@@ -16,15 +16,28 @@ def rules() -> list[Module]:
 
 def first_arguments(method: str) -> set[str]:
     """String literals given first to calls of `.method(...)` in the doctor's modules."""
-    calls = [node for m in rules() for node in ast.walk(m.tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    first = [call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method and call.args]
+    calls = [
+        node
+        for m in rules()
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    first = [
+        call.args[0]
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == method and call.args
+    ]
     return {one.value for one in first if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
 
 def words_of(call: str) -> set[str]:
     """String literals in the second argument of `call(Cause.X, (...), ...)`."""
     text = "\n".join(m.text for m in rules())
-    return {word for group in re.findall(call + r"\(Cause\.\w+, \(([^)]*)\)", text) for word in re.findall(r'"(\w+)"', group)}
+    return {
+        word
+        for group in re.findall(call + r"\(Cause\.\w+, \(([^)]*)\)", text)
+        for word in re.findall(r'"(\w+)"', group)
+    }
 
 
 def test_every_column_that_a_rule_reads_is_declared():
@@ -47,7 +60,11 @@ def test_every_reason_that_a_rule_counts_exists():
 
 
 def test_every_event_that_a_rule_reads_is_recorded_and_kept_in_the_loop():
-    recorded = {kind for path in (ROOT / "orchestrator").rglob("*.py") for kind in re.findall(r'record_event\(\s*"(\w+)"', path.read_text())}
+    recorded = {
+        kind
+        for path in (ROOT / "orchestrator").rglob("*.py")
+        for kind in re.findall(r'record_event\(\s*"(\w+)"', path.read_text())
+    }
     read = first_arguments("of_kind") | words_of("told")
     assert "replica_failed" in read
     assert not read - recorded

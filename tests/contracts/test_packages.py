@@ -30,7 +30,11 @@ def test_every_imported_package_is_declared():
         for name in imported_names(node)
     }
     brought = packages_distributions()  # no distribution brings the standard library, or a module of a test
-    foreign = {name: {normal(one) for one in brought[name]} for name in places if name in brought and name not in (*sys.stdlib_module_names, *ROOMS)}
+    foreign = {
+        name: {normal(one) for one in brought[name]}
+        for name in places
+        if name in brought and name not in (*sys.stdlib_module_names, *ROOMS)
+    }
     assert len(foreign) > 20
     wanted = declared()
     assert not {places[name]: sorted(brings) for name, brings in foreign.items() if not brings & wanted}

@@ -35,7 +35,10 @@ def test_a_rule_selects_by_declared_labels_and_values_only(name: str):
 
 def carries_its_layer(expression: str) -> bool:
     """Whether the series themselves say which layer they are of."""
-    return all((metric := metric_of(one)) is not None and "diagnosis_layer" in metric.label_names for one in names_in(expression))
+    return all(
+        (metric := metric_of(one)) is not None and "diagnosis_layer" in metric.label_names
+        for one in names_in(expression)
+    )
 
 
 def test_every_alert_says_how_bad_it_is_where_it_belongs_and_what_to_do():
@@ -57,7 +60,11 @@ def test_the_runbook_has_one_section_an_alert_and_no_other():
     sections = re.split(r"^### (\w+)$", (ROOT / "docs" / "user" / "runbook.md").read_text(), flags=re.MULTILINE)[1:]
     texts = dict(zip(sections[::2], sections[1::2], strict=True))
     assert list(texts) == list(ALERTS), "in the order of the rules"
-    assert not [name for name, text in texts.items() if not all(word in text for word in ("**Means:**", "**Check first:**", "**Do not**"))]
+    assert not [
+        name
+        for name, text in texts.items()
+        if not all(word in text for word in ("**Means:**", "**Check first:**", "**Do not**"))
+    ]
 
 
 def test_every_metric_that_the_runbook_names_is_declared():
@@ -66,10 +73,19 @@ def test_every_metric_that_the_runbook_names_is_declared():
 
 
 def test_every_alert_is_tested_to_fire_and_to_keep_quiet():
-    asked = [(case["alertname"], bool(case["exp_alerts"])) for test in rule_tests() for case in test.get("alert_rule_test", ())]
+    asked = [
+        (case["alertname"], bool(case["exp_alerts"]))
+        for test in rule_tests()
+        for case in test.get("alert_rule_test", ())
+    ]
     assert set(asked) == {(name, fires) for name in ALERTS for fires in (False, True)}
 
 
 def test_every_recorded_series_is_tested():
-    asked = {one for test in rule_tests() for case in test.get("promql_expr_test", ()) for one in re.findall(r"concord:\w+:\w+", case["expr"])}
+    asked = {
+        one
+        for test in rule_tests()
+        for case in test.get("promql_expr_test", ())
+        for one in re.findall(r"concord:\w+:\w+", case["expr"])
+    }
     assert asked == set(RECORDED)

@@ -15,7 +15,11 @@ def num_parameters(function: Function) -> int:
     """Parameters that a caller sees: self and cls apart."""
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")]) + (given.vararg is not None) + (given.kwarg is not None)
+    return (
+        len([name for name in names if name not in ("self", "cls")])
+        + (given.vararg is not None)
+        + (given.kwarg is not None)
+    )
 
 
 def words(name: str) -> set[str]:
@@ -24,12 +28,19 @@ def words(name: str) -> set[str]:
 
 
 def test_modules_stay_under_the_cap():
-    tall = {str(m.path): len(m.text.splitlines()) for m in modules("rollout", "trainer", "actors", "orchestrator", "tests", "benchmarks", "deploy")}
+    tall = {
+        str(m.path): len(m.text.splitlines())
+        for m in modules("rollout", "trainer", "actors", "orchestrator", "tests", "benchmarks", "deploy")
+    }
     assert not {path: lines for path, lines in tall.items() if lines > MODULE_LINES}
 
 
 def test_functions_stay_under_the_cap():
-    lengths = [(m.at(node), node.name, (node.end_lineno or 0) - node.lineno + 1) for m in room_modules() for node in functions(m)]
+    lengths = [
+        (m.at(node), node.name, (node.end_lineno or 0) - node.lineno + 1)
+        for m in room_modules()
+        for node in functions(m)
+    ]
     assert not [found for found in lengths if found[2] > FUNCTION_LINES]
 
 

@@ -1,4 +1,5 @@
-"""The sub-rooms of each room stand in an order: each may import those before it, so arrows run one way and no circle can form."""
+"""The sub-rooms of each room stand in an order: each may import those before it, so arrows run one way and no circle
+can form."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""What the command says before it starts anything: bad input ends with status 2 and the cure, and leaves nothing behind."""
+"""What the command says before it starts anything: bad input ends with status 2 and the cure, and leaves nothing
+behind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,9 @@ def test_a_missing_model_directory_is_named_with_the_cure(concord: Start, tmp_pa
 
 
 def test_an_unknown_key_is_named_with_the_nearest_known_one(concord: Start, tmp_path: Path):
-    assert "nearest known key is 'replicas'" in refused(concord("run", write_config(tmp_path), "--set", "engine.replics=2"))
+    assert "nearest known key is 'replicas'" in refused(
+        concord("run", write_config(tmp_path), "--set", "engine.replics=2")
+    )
 
 
 def test_a_folder_that_is_no_run_cannot_be_resumed(concord: Start, tmp_path: Path):

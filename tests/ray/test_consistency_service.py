@@ -49,7 +49,9 @@ def test_a_gate_whose_service_is_killed_scores_every_trained_group_all_the_same(
     assert (summary["version"], summary["consistency"]["degraded_steps"]) == (STEPS, 0)
     assert set(summary["consistency"]["verdicts"]) == {"accept"}
     assert "consistency-0" in summary["peak_rss_mb"]
-    assert float(summary["consistency"]["gap_mean_nats"]["0"]) < 1e-5  # the torch engine in fp32, its KV recomputed over updates
+    assert (
+        float(summary["consistency"]["gap_mean_nats"]["0"]) < 1e-5
+    )  # the torch engine in fp32, its KV recomputed over updates
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
     assert (kinds.count("auditor_lost"), kinds.count("consistency_finding")) == (1, 0)
     assert_every_trained_token_was_scored(run)
@@ -61,7 +63,10 @@ def assert_every_trained_token_was_scored(run: Path) -> None:
         trained = [dispatch_id for commit in reader.commits() for dispatch_id in commit.dispatch_ids]
         assert len(trained) == 3 * STEPS
         for dispatch_id in trained:
-            evidence, group = decode_evidence(reader.annotations(dispatch_id)[-1].payload), reader.read_group(dispatch_id)
+            evidence, group = (
+                decode_evidence(reader.annotations(dispatch_id)[-1].payload),
+                reader.read_group(dispatch_id),
+            )
             assert group is not None
             for found, trajectory in zip(evidence.trajectories, group.trajectories, strict=True):
                 assert found.verdict is Verdict.ACCEPT

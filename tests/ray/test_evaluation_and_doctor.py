@@ -1,4 +1,5 @@
-"""On real Ray: evaluations run beside training in an actor of their own, a planted reward worker dies, and `concord doctor` reads what is left."""
+"""On real Ray: evaluations run beside training in an actor of their own, a planted reward worker dies, and `concord
+doctor` reads what is left."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""On real Ray: a planted gradient spike is found at its token, its step is computed again without it, the run goes on, and the commands show it."""
+"""On real Ray: a planted gradient spike is found at its token, its step is computed again without it, the run goes on,
+and the commands show it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +41,23 @@ def test_a_planted_spike_is_located_and_masked_and_the_run_goes_on(concord: Star
     config, run, module = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "mine"
     module.mkdir()
     (module / "graded.py").write_text(REWARD)
-    process = concord("run", config, *(part for setting in SETTINGS for part in ("--set", setting)), environment={"PYTHONPATH": str(module)})
+    process = concord(
+        "run",
+        config,
+        *(part for setting in SETTINGS for part in ("--set", setting)),
+        environment={"PYTHONPATH": str(module)},
+    )
     assert process.exit_status(2 * START_S) == 0, process.errors
     assert process.left_of_it() == []
 
     (planted,) = [event for event in events_of(run) if event["kind"] == "fault_planted"]
     (searched,) = [event for event in events_of(run) if event["kind"] == "gradloc" and event["step"] == SPIKE]
-    assert (searched["outcome"], searched["trigger"], searched["acted"], searched["removed_terms"]) == ("located", "threshold", "masked", 1)
+    assert (searched["outcome"], searched["trigger"], searched["acted"], searched["removed_terms"]) == (
+        "located",
+        "threshold",
+        "masked",
+        1,
+    )
     assert (searched["trajectory_id"], searched["position"]) == (planted["trajectory_id"], planted["position"])
     assert searched["grad_norm"] > searched["threshold"] > searched["grad_norm_after"]
 

@@ -1,4 +1,5 @@
-"""SIGKILL: what a run can replace is replaced and it goes on; what it cannot replace ends it with a name, and a resume finishes it."""
+"""SIGKILL: what a run can replace is replaced and it goes on; what it cannot replace ends it with a name, and a resume
+finishes it."""
 
 import random
 import signal
@@ -21,7 +22,8 @@ def has_checkpoint(run: Path) -> bool:
 
 @pytest.mark.timeout(9 * (START_S + STEP_S))
 def test_no_dispatch_is_lost_or_trained_twice_whatever_is_killed_for_good(concord: Start, tmp_path: Path):
-    """Invariants 1 and 3: the driver before the first checkpoint, the store, the driver again later, a trainer rank; each time the run is resumed."""
+    """Invariants 1 and 3: the driver before the first checkpoint, the store, the driver again later, a trainer rank;
+    each time the run is resumed."""
     config, run, draws = write_config(tmp_path), tmp_path / "runs" / "run", random.Random(1)
     first = concord("run", config, "--set", ENDLESS, "--set", "trainer.checkpoint.every_steps=100000")
     first.until_step(draws.randrange(1, EVERY - 1))
@@ -61,16 +63,23 @@ def test_no_dispatch_is_lost_or_trained_twice_whatever_is_killed_for_good(concor
 
 
 def replace(process: ConcordProcess, run: Path, kind: str, **events: int) -> None:
-    """SIGKILL one actor of that class, and wait until there is another one, the events say so, and the run has gone on."""
+    """SIGKILL one actor of that class, and wait until there is another one, the events say so, and the run has gone
+    on."""
     before = process.actors(kind)
     before[0].kill()
-    process.until(lambda: len(set(process.actors(kind)) - {before[0]}) == len(before) and kinds_of(run) >= Counter(events), f"another {kind}")
+    process.until(
+        lambda: len(set(process.actors(kind)) - {before[0]}) == len(before) and kinds_of(run) >= Counter(events),
+        f"another {kind}",
+    )
     process.until_step(process.steps[-1] + 4)
 
 
 @pytest.mark.timeout(6 * (START_S + STEP_S))
-def test_a_killed_engine_episode_worker_or_reward_worker_is_replaced_and_the_run_goes_on(concord: Start, tmp_path: Path):
-    """Also: a dead engine is found by the first group that it fails; groups do not run into it until the next health check, an hour away."""
+def test_a_killed_engine_episode_worker_or_reward_worker_is_replaced_and_the_run_goes_on(
+    concord: Start, tmp_path: Path
+):
+    """Also: a dead engine is found by the first group that it fails; groups do not run into it until the next health
+    check, an hour away."""
     config, run = write_config(tmp_path), tmp_path / "runs" / "run"
     process = concord("run", config, "--set", ENDLESS, "--set", "deadlines.health_interval_s=3600")
     process.until_step(2)

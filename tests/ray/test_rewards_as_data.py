@@ -32,12 +32,19 @@ def reward(prompt, completion, trajectory):
 '''
 
 
-def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_run_goes_on(concord: Start, tmp_path: Path):
+def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_run_goes_on(
+    concord: Start, tmp_path: Path
+):
     config, run, module = write_config(tmp_path), tmp_path / "runs" / "run", tmp_path / "mine"
     module.mkdir()
     (module / "graded.py").write_text(REWARD)
     settings = ("reward.type=python", "reward.function=graded:reward", "reward_workers.deadline_s=8")
-    process = concord("run", config, *(part for setting in settings for part in ("--set", setting)), environment={"PYTHONPATH": str(module)})
+    process = concord(
+        "run",
+        config,
+        *(part for setting in settings for part in ("--set", setting)),
+        environment={"PYTHONPATH": str(module)},
+    )
     assert process.exit_status() == 0, process.errors
     summary = summary_of(run)
     assert summary["failed"] == {"reward_invalid": 2, "reward_raised": 1, "reward_timeout": 1, "reward_worker_died": 1}
@@ -49,8 +56,12 @@ def test_a_reward_that_hangs_raises_dies_or_gives_no_number_is_counted_and_the_r
     assert "longer than reward_workers.deadline_s = 8" in details["reward_timeout"]
 
 
-def test_a_reward_module_that_cannot_be_imported_ends_the_run_with_its_name_and_the_cure(concord: Start, tmp_path: Path):
-    process = concord("run", write_config(tmp_path), "--set", "reward.type=python", "--set", "reward.function=nowhere:reward")
+def test_a_reward_module_that_cannot_be_imported_ends_the_run_with_its_name_and_the_cure(
+    concord: Start, tmp_path: Path
+):
+    process = concord(
+        "run", write_config(tmp_path), "--set", "reward.type=python", "--set", "reward.function=nowhere:reward"
+    )
     assert process.exit_status() == 2, process.errors
     assert "cannot import 'nowhere'" in process.errors
     assert "PYTHONPATH" in process.errors

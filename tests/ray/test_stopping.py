@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM in the middle of a run, and a checkpoint that cannot be written: the run ends in order, and a resume finishes it."""
+"""Ctrl-C and SIGTERM in the middle of a run, and a checkpoint that cannot be written: the run ends in order, and a
+resume finishes it."""
 
 import signal
 from collections.abc import Callable
@@ -24,21 +25,29 @@ def stopped_by(process: ConcordProcess, number: signal.Signals, run: Path) -> in
     version, epoch = summary["version"], summary["trainer_epoch"]
     assert version == process.steps[-1]
     assert (run / "checkpoints" / f"e{epoch}-v{version}" / "state.json").is_file()
-    assert any(f"stopped at step {version} of" in line.get("event", "") and f"concord resume {run}" in line["event"] for line in process.lines)
+    assert any(
+        f"stopped at step {version} of" in line.get("event", "") and f"concord resume {run}" in line["event"]
+        for line in process.lines
+    )
     assert_counts_add_up(summary)
     return version
 
 
 @pytest.mark.timeout(9 * (START_S + STEP_S))
 def test_a_run_that_is_stopped_by_signals_is_checkpointed_and_can_be_finished(concord: Start, tmp_path: Path):
-    """Before: episodes that are cancelled at their deadline disturb nobody, and a checkpoint that cannot be written ends the run with its name."""
+    """Before: episodes that are cancelled at their deadline disturb nobody, and a checkpoint that cannot be written
+    ends the run with its name."""
     config, run = write_config(tmp_path), tmp_path / "runs" / "run"
     settings = (ENDLESS, "engine.latency_sigma=2", "episodes.deadline_s=1")
     first = concord("run", config, *(part for setting in settings for part in ("--set", setting)))
     first.until_step(1)
-    first.until(lambda: any(event.get("reason") == "deadline" for event in events_of(run)), "an episode to pass its deadline")
+    first.until(
+        lambda: any(event.get("reason") == "deadline" for event in events_of(run)), "an episode to pass its deadline"
+    )
     first.until_step(max(4, first.steps[-1] + 1))
-    obstacles = [run / "checkpoints" / f".partial-e1-v{step}" for step in range(first.steps[-1] + 1, first.steps[-1] + 1001)]
+    obstacles = [
+        run / "checkpoints" / f".partial-e1-v{step}" for step in range(first.steps[-1] + 1, first.steps[-1] + 1001)
+    ]
     for path in obstacles:
         with suppress(FileExistsError):  # that checkpoint is being written now
             path.touch(exist_ok=False)

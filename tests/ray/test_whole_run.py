@@ -21,15 +21,34 @@ pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))  # the first test start
 STEPS, BATCH, GROUP = 12, 3, 2
 TARGETS = "prometheus_targets.json"
 SUMMARY_KEYS = {
-    *("steps", "version", "reward_first", "reward_last", "reward_moving_10", "dispatched", "trained", "rejected", "failed", "in_flight"),
-    *("trajectories", "max_token_staleness", "mean_token_staleness", "mixed_version_trajectories", "mean_length", "weight_updates"),
+    *(
+        "steps",
+        "version",
+        "reward_first",
+        "reward_last",
+        "reward_moving_10",
+        "dispatched",
+        "trained",
+        "rejected",
+        "failed",
+        "in_flight",
+    ),
+    *(
+        "trajectories",
+        "max_token_staleness",
+        "mean_token_staleness",
+        "mixed_version_trajectories",
+        "mean_length",
+        "weight_updates",
+    ),
     *("update_pause_ms", "tokens_per_s", "samples_per_s", "engine_busy", "trainer_busy", "wall_s", "peak_rss_mb"),
 }
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ConcordProcess, Path]]:
-    """The process, which has exited, and its run directory. Four slots for up to eighteen samples: every update falls into a saturated engine."""
+    """The process, which has exited, and its run directory. Four slots for up to eighteen samples: every update falls
+    into a saturated engine."""
     folder = tmp_path_factory.mktemp("whole")
     trackers = ("--set", "trackers.tensorboard=true", "--set", 'trackers.wandb="offline"')
     process = ConcordProcess("run", write_config(folder), *trackers, folder=folder)
@@ -97,11 +116,15 @@ def test_weights_reach_an_engine_whose_slots_are_all_taken(finished: tuple[Conco
     assert summary["max_token_staleness"] <= 2
 
 
-def test_versions_rise_within_a_trajectory_and_start_at_the_committed_one(finished: tuple[ConcordProcess, Path]) -> None:
+def test_versions_rise_within_a_trajectory_and_start_at_the_committed_one(
+    finished: tuple[ConcordProcess, Path],
+) -> None:
     assert_record(finished[1], steps=STEPS, batch_groups=BATCH, max_staleness=2)
 
 
-def test_the_metric_parts_have_the_columns_of_the_catalogue_and_one_row_a_step(finished: tuple[ConcordProcess, Path]) -> None:
+def test_the_metric_parts_have_the_columns_of_the_catalogue_and_one_row_a_step(
+    finished: tuple[ConcordProcess, Path],
+) -> None:
     parts = sorted((finished[1] / "metrics").glob("part-*.parquet"))
     rows = [row for part in parts for row in parquet.read_table(part).to_pylist()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

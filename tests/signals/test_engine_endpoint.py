@@ -1,4 +1,5 @@
-"""vLLM's own metrics, from an actor of a real run on Ray to Prometheus, which finds the endpoint in the run's folder."""
+"""vLLM's own metrics, from an actor of a real run on Ray to Prometheus, which finds the endpoint in the run's
+folder."""
 
 import contextlib
 import json
@@ -11,7 +12,13 @@ from support.loop.concord_process import MODEL, START_S, STEP_S, ConcordProcess
 from support.servers.prometheus_server import PrometheusServer
 
 VLLM_START_S = 240.0
-SETTINGS = {"run.steps": 5000, "model.type": "local", "model.path": str(MODEL), "engine.serve_metrics": True, "run.name": "run"}
+SETTINGS = {
+    "run.steps": 5000,
+    "model.type": "local",
+    "model.path": str(MODEL),
+    "engine.serve_metrics": True,
+    "run.name": "run",
+}
 
 
 @pytest.mark.slow
@@ -25,7 +32,9 @@ def test_prometheus_finds_the_metrics_of_an_engine_through_the_folder_of_its_run
         process.until_step(2, START_S + VLLM_START_S)
         sampled = 'vllm:generation_tokens_total{job="concord-engine", run="run", replica="0"}'
         prometheus.wait_until(lambda: (prometheus.value(sampled) or 0.0) > 0.0, "tokens that vLLM has counted", STEP_S)
-        prometheus.wait_until(lambda: prometheus.value('count(up{run="run"} == 1)') == 2.0, "the driver beside the engine", STEP_S)
+        prometheus.wait_until(
+            lambda: prometheus.value('count(up{run="run"} == 1)') == 2.0, "the driver beside the engine", STEP_S
+        )
         process.signal(signal.SIGTERM)
         assert process.exit_status() == 0, process.errors
         assert not targets.exists()

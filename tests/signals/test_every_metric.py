@@ -1,4 +1,5 @@
-"""Real runs of small models under one Prometheus: by their end every metric had a value and every panel data, within the declared numbers of series."""
+"""Real runs of small models under one Prometheus: by their end every metric had a value and every panel data, within
+the declared numbers of series."""
 
 import json
 import shutil
@@ -36,15 +37,26 @@ reward_in_parts.needs_text = False  # pyright: ignore[reportFunctionMemberAccess
 
 def llama_of(tiny: Path, folder: Path) -> Path:
     """A random Llama, which has no QK-norm, with the tiny model's tokenizer and vocabulary."""
-    shape: dict[str, Any] = {name: getattr(AutoConfig.from_pretrained(tiny), name) for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")}
-    shape |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    shape: dict[str, Any] = {
+        name: getattr(AutoConfig.from_pretrained(tiny), name)
+        for name in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")
+    }
+    shape |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=512, initializer_range=0.3)).save_pretrained(folder)
     return folder
 
 
 def configs(folder: Path) -> list[RunConfig]:
-    """A mixture of experts with everything that a gate, a reference, replayed routing and probes bring; and a Llama under QK-Clip."""
+    """A mixture of experts with everything that a gate, a reference, replayed routing and probes bring; and a Llama
+    under QK-Clip."""
     mixture = Case(fault=None, causes=(), experts=2)
     tiny = model_of(Case(fault=None, causes=()), 0, folder)
     everything: dict[str, dict[str, Any]] = {
@@ -61,12 +73,16 @@ def configs(folder: Path) -> list[RunConfig]:
     qk_clip: dict[str, dict[str, Any]] = {"run": {"steps": 3}, "trainer": {"optimizer": {"qk_clip": {"enabled": True}}}}
     return [
         merged(document(mixture, 0, model_of(mixture, 0, folder), folder / "mixture"), everything),
-        merged(document(Case(fault=None, causes=()), 0, llama_of(tiny, folder / "llama-model"), folder / "llama"), qk_clip),
+        merged(
+            document(Case(fault=None, causes=()), 0, llama_of(tiny, folder / "llama-model"), folder / "llama"), qk_clip
+        ),
     ]
 
 
 def merged(base: dict[str, dict[str, Any]], changes: dict[str, dict[str, Any]]) -> RunConfig:
-    return parse_config({**base, **{section: base.get(section, {}) | keys for section, keys in changes.items()}}, "test")
+    return parse_config(
+        {**base, **{section: base.get(section, {}) | keys for section, keys in changes.items()}}, "test"
+    )
 
 
 def drive_and_scrape(config: RunConfig, exporter: Exporter, prometheus: PrometheusServer) -> None:
@@ -74,7 +90,9 @@ def drive_and_scrape(config: RunConfig, exporter: Exporter, prometheus: Promethe
     drive_to_its_end(config, exporter=exporter, deadline_s=250.0)
     applied = f'concord_steps_total{{outcome="applied", instance="{exporter.target}"}}'
     prometheus.wait_until(lambda: prometheus.value(applied) == config.run.steps, "the last step to be scraped")
-    prometheus.wait_until(lambda: (prometheus.value(f"count_over_time({applied}[1m])") or 0.0) >= 3.0, "enough scrapes for a rate")
+    prometheus.wait_until(
+        lambda: (prometheus.value(f"count_over_time({applied}[1m])") or 0.0) >= 3.0, "enough scrapes for a rate"
+    )
 
 
 @pytest.mark.slow
@@ -101,6 +119,10 @@ def metrics_within_bounds(prometheus: PrometheusServer, config: RunConfig, expor
     series = prometheus.series(f'{{__name__=~"concord_.*", instance="{exporter.target}"}}')
     counts = series_by_metric(one["__name__"] for one in series)
     sizes = sizes_of(config, blocks=BLOCKS, heads=HEADS)
-    assert not {name: (count, DECLARED[name].max_series(sizes)) for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
+    assert not {
+        name: (count, DECLARED[name].max_series(sizes))
+        for name, count in counts.items()
+        if count > DECLARED[name].max_series(sizes)
+    }
     assert json.loads((config.run.dir / "run" / "summary.json").read_text())["metrics_url"] == exporter.url
     return set(counts)

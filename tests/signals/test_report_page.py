@@ -1,4 +1,5 @@
-"""The report in a real browser: it draws, its console is silent, it asks for nothing outside its own file, and it fits a phone."""
+"""The report in a real browser: it draws, its console is silent, it asks for nothing outside its own file, and it fits
+a phone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from rollout.types.weights import PolicyVersion
 
 DRAWN = {"timeline", "staleness", "ratios", "attribution-0", "phases", "dispatches"}
 EMPTY_FIGURES = """
-Array.from(document.querySelectorAll(".figure")).filter(figure => !figure.querySelector(".trace, .point, .bars path")).map(figure => figure.id)
+Array.from(document.querySelectorAll(".figure"))
+  .filter(figure => !figure.querySelector(".trace, .point, .bars path")).map(figure => figure.id)
 """
 CUT_TEXT = """
 Array.from(document.querySelectorAll(".figure text")).filter(text => text.textContent).filter(text => {
@@ -24,7 +26,10 @@ Array.from(document.querySelectorAll(".figure text")).filter(text => text.textCo
   return box.width && (box.left < figure.left - 1 || box.right > figure.right + 1);
 }).map(text => text.textContent)
 """
-HIDDEN_COLUMNS = "Array.from(document.querySelectorAll('.scroll')).filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
+HIDDEN_COLUMNS = (
+    "Array.from(document.querySelectorAll('.scroll')).filter(box => box.scrollWidth > box.clientWidth).map(box => "
+    "box.innerText)"
+)
 """Tables that a wide screen must show whole; on a phone they scroll."""
 
 
@@ -52,7 +57,14 @@ def test_a_report_draws_everything_silently_from_its_own_file(page: Path, browse
     browser.open(page.as_uri(), width, phone=phone)
     assert browser.errors == []
     assert set(browser.asked) == {page.as_uri()}
-    assert set(browser.value("Array.from(document.querySelectorAll('.figure')).map(figure => figure.id.replace('figure-', ''))")) == DRAWN
+    assert (
+        set(
+            browser.value(
+                "Array.from(document.querySelectorAll('.figure')).map(figure => figure.id.replace('figure-', ''))"
+            )
+        )
+        == DRAWN
+    )
     assert browser.value(EMPTY_FIGURES) == []
     assert browser.value("document.title") == "run: report"
     assert browser.value("document.documentElement.scrollWidth") <= width

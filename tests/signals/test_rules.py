@@ -13,7 +13,9 @@ FILES = sorted((FOLDER / "tests").glob("*.yml"))
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     program = shutil.which("promtool")
-    assert program is not None, "promtool is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
+    assert program is not None, (
+        "promtool is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
+    )
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -31,7 +33,10 @@ def test_rules_fire_and_keep_quiet_as_written(file: Path):
 def test_a_rule_with_another_threshold_fails_its_test(tmp_path: Path):
     shutil.copytree(FOLDER, tmp_path / "prometheus")
     rules = tmp_path / "prometheus" / "rules" / "alerts.yml"
-    changed = rules.read_text().replace("avg_over_time(concord_zero_variance_groups[10m]) > 0.8", "avg_over_time(concord_zero_variance_groups[10m]) > 0.95")
+    changed = rules.read_text().replace(
+        "avg_over_time(concord_zero_variance_groups[10m]) > 0.8",
+        "avg_over_time(concord_zero_variance_groups[10m]) > 0.95",
+    )
     assert changed != rules.read_text()
     rules.write_text(changed)
     done = promtool("test", "rules", tmp_path / "prometheus" / "tests" / "layer1.yml")

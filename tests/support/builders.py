@@ -1,4 +1,5 @@
-"""Builders of valid values for tests: tags, prompts, dispatches, trajectories, groups. Seeded; every argument has a default."""
+"""Builders of valid values for tests: tags, prompts, dispatches, trajectories, groups. Seeded; every argument has a
+default."""
 
 from collections.abc import Sequence
 
@@ -52,7 +53,9 @@ def build_prompt(prompt_id: str = "p-0", pass_index: int = 0, text: str = "12+34
     return Prompt(prompt_id=prompt_id, pass_index=pass_index, text=text, answer=answer)
 
 
-def build_dispatch(number: int = 0, prompt: Prompt | None = None, attempt: int = 1, policy: PolicyVersion = BASE, group_size: int = 2) -> Dispatch:
+def build_dispatch(
+    number: int = 0, prompt: Prompt | None = None, attempt: int = 1, policy: PolicyVersion = BASE, group_size: int = 2
+) -> Dispatch:
     """Dispatch `d-NUMBER` of prompt `p-NUMBER` unless a prompt is given."""
     return Dispatch(
         dispatch_id=f"d-{number}",
@@ -75,7 +78,8 @@ def build_trajectory(
     vocab_size: int = 32,
     routing: tuple[int, int] | None = None,
 ) -> Trajectory:
-    """Trajectory `DISPATCH_ID/INDEX`: `prompt_tokens` given tokens, then one run of sampled tokens a (policy, length) of `spans`.
+    """Trajectory `DISPATCH_ID/INDEX`: `prompt_tokens` given tokens, then one run of sampled tokens a (policy, length)
+    of `spans`.
 
     Args:
         routing: (blocks, top_k) of a uint8 routing trace whose first row is missing; None has no trace.
@@ -95,7 +99,9 @@ def build_trajectory(
         token_ids=rng.integers(vocab_size, size=total, dtype=np.int32),
         sampled=sampled,
         rollout_logprobs=logprobs,
-        version_spans=tuple(VersionSpan(policy, start, end) for (policy, _), start, end in zip(spans, ends[:-1], ends[1:], strict=True)),
+        version_spans=tuple(
+            VersionSpan(policy, start, end) for (policy, _), start, end in zip(spans, ends[:-1], ends[1:], strict=True)
+        ),
         turns=1,
         tag=build_tag(),
         finish_reason=FinishReason.STOP,
@@ -124,7 +130,9 @@ def build_group(
     """The finished group of `dispatch` (default `d-0`), one trajectory a reward."""
     dispatch = dispatch or build_dispatch()
     trajectories = tuple(
-        build_trajectory(dispatch.dispatch_id, index, dispatch.prompt.prompt_id, prompt_tokens, spans, seed, vocab_size, routing)
+        build_trajectory(
+            dispatch.dispatch_id, index, dispatch.prompt.prompt_id, prompt_tokens, spans, seed, vocab_size, routing
+        )
         for index in range(len(rewards))
     )
     return TrajectoryGroup(
@@ -146,8 +154,11 @@ def build_stored(groups: Sequence[TrajectoryGroup], verdicts: Sequence[bytes] = 
     )
 
 
-def build_evidence(group: TrajectoryGroup, verdicts: Sequence[Verdict] = (), shift: float = 0.0, scored: bool = True) -> GroupEvidence:
-    """Evidence of `group` whose recomputed log-probs are the rollout's plus `shift`; verdict `mask` names the first sampled token of a trajectory."""
+def build_evidence(
+    group: TrajectoryGroup, verdicts: Sequence[Verdict] = (), shift: float = 0.0, scored: bool = True
+) -> GroupEvidence:
+    """Evidence of `group` whose recomputed log-probs are the rollout's plus `shift`; verdict `mask` names the first
+    sampled token of a trajectory."""
     return GroupEvidence(
         dispatch_id=group.dispatch_id,
         replica=group.trajectories[0].tag.replica,
@@ -156,10 +167,15 @@ def build_evidence(group: TrajectoryGroup, verdicts: Sequence[Verdict] = (), shi
             TrajectoryEvidence(
                 trajectory_id=trajectory.trajectory_id,
                 scored=trajectory.sampled & scored,
-                behaviour_logprobs=np.where(trajectory.sampled, trajectory.rollout_logprobs + np.float32(shift), np.float32(0)),
+                behaviour_logprobs=np.where(
+                    trajectory.sampled, trajectory.rollout_logprobs + np.float32(shift), np.float32(0)
+                ),
                 verdict=verdict,
-                masked=np.arange(trajectory.sampled.size) == (int(np.argmax(trajectory.sampled)) if verdict is Verdict.MASK else -1),
+                masked=np.arange(trajectory.sampled.size)
+                == (int(np.argmax(trajectory.sampled)) if verdict is Verdict.MASK else -1),
             )
-            for trajectory, verdict in zip(group.trajectories, verdicts or (Verdict.ACCEPT,) * len(group.trajectories), strict=True)
+            for trajectory, verdict in zip(
+                group.trajectories, verdicts or (Verdict.ACCEPT,) * len(group.trajectories), strict=True
+            )
         ),
     )

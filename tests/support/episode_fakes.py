@@ -1,4 +1,5 @@
-"""Fakes at the seams of an episode: an engine that answers as told, environments that talk back, a judge. They keep what they were asked."""
+"""Fakes at the seams of an episode: an engine that answers as told, environments that talk back, a judge. They keep
+what they were asked."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -38,17 +39,26 @@ def chunk(
     """A chunk whose log-probs are -TOKEN / 100."""
     logprobs = np.array([-token / 100 for token in tokens], dtype=np.float32)
     return TokenChunk(
-        request_id=request.request_id, sample_index=sample, token_ids=ids(*tokens), logprobs=logprobs, policy=policy, finish_reason=finish, routing=routing
+        request_id=request.request_id,
+        sample_index=sample,
+        token_ids=ids(*tokens),
+        logprobs=logprobs,
+        policy=policy,
+        finish_reason=finish,
+        routing=routing,
     )
 
 
 def stopping(*tokens: int, policy: PolicyVersion = BASE) -> Callable[[GenerationRequest], list[TokenChunk]]:
     """Every sample of a request: `tokens`, then the end token."""
-    return lambda request: [chunk(request, i, (*tokens, EOS), policy, FinishReason.STOP) for i in range(request.num_samples)]
+    return lambda request: [
+        chunk(request, i, (*tokens, EOS), policy, FinishReason.STOP) for i in range(request.num_samples)
+    ]
 
 
 class ToldEngine(ScriptedEngine):
-    """Answers each request with the chunks of `answer`; holds the request ids of `held` back from `holding` until `release`."""
+    """Answers each request with the chunks of `answer`; holds the request ids of `held` back from `holding` until
+    `release`."""
 
     def __init__(self, answer: Callable[[GenerationRequest], Iterable[TokenChunk]], held: Sequence[str] = ()) -> None:
         sampling = SamplingConfig()
@@ -102,6 +112,8 @@ class RecordingJudge:
 
     completions: list[str] = field(default_factory=list[str])
 
-    async def __call__(self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+    async def __call__(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+    ) -> Sequence[Reward]:
         self.completions += completions
         return [Reward(total=float(index)) for index in range(len(trajectories))]

@@ -1,4 +1,5 @@
-"""A real vLLM engine in an event loop of its own thread, so that a module of plain test functions can share one; and the models that it serves."""
+"""A real vLLM engine in an event loop of its own thread, so that a module of plain test functions can share one; and
+the models that it serves."""
 
 import asyncio
 import threading
@@ -10,7 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rollout.config import SamplingConfig, VllmConfig
 from rollout.engines.vllm.engine import VllmEngine
@@ -45,12 +53,19 @@ def save_model(directory: Path, seed: int, *, tied: bool = True, moe: bool = Fal
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)) if moe else Qwen3ForCausalLM(Qwen3Config(**shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2 if parameter.ndim == 1 else 0.15, generator=generator)
+            parameter.normal_(
+                mean=1.0 if "norm" in name else 0.0, std=0.2 if parameter.ndim == 1 else 0.15, generator=generator
+            )
     model.save_pretrained(directory, safe_serialization=True)
     return model.eval()
 
@@ -59,7 +74,13 @@ def build_manifest(directory: Path, policy: PolicyVersion) -> WeightManifest:
     entries = digest_directory(directory)
     canary = Canary(token_ids=np.arange(2, 10, dtype=np.int32), logprobs=np.zeros(7, dtype=np.float32))
     return WeightManifest(
-        policy=policy, transport=Transport.DISK, location=str(directory), tensors=entries, digest=manifest_digest(entries), canary=canary, num_bytes=1
+        policy=policy,
+        transport=Transport.DISK,
+        location=str(directory),
+        tensors=entries,
+        digest=manifest_digest(entries),
+        canary=canary,
+        num_bytes=1,
     )
 
 
@@ -73,17 +94,29 @@ def forward(directory: Path, token_ids: Sequence[int], temperature: float = 1.0)
 
 
 def ask(
-    name: str, prompt: Sequence[int], num_samples: int = 1, new_tokens: int = 16, seeds: tuple[int, ...] = (), sampling: SamplingParams | None = None
+    name: str,
+    prompt: Sequence[int],
+    num_samples: int = 1,
+    new_tokens: int = 16,
+    seeds: tuple[int, ...] = (),
+    sampling: SamplingParams | None = None,
 ) -> GenerationRequest:
     """A request that samples `new_tokens` tokens whatever they are, unless `sampling` says otherwise."""
     params = sampling or SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     ids = np.array(prompt, dtype=np.int32)
-    return GenerationRequest(request_id=name, prompt_ids=ids, num_samples=num_samples, sampling=params, eos_ids=(EOS,), seeds=seeds)
+    return GenerationRequest(
+        request_id=name, prompt_ids=ids, num_samples=num_samples, sampling=params, eos_ids=(EOS,), seeds=seeds
+    )
 
 
 def assert_each_tensor_counts(old: Path, new: Path, ids: Sequence[int]) -> None:
-    """Each tensor alone moves the log-probs far more than the tolerance: whoever passes a comparison with `new` has them all."""
-    whole, tensors, before = forward(new, ids), load_file(new / "model.safetensors"), load_file(old / "model.safetensors")
+    """Each tensor alone moves the log-probs far more than the tolerance: whoever passes a comparison with `new` has
+    them all."""
+    whole, tensors, before = (
+        forward(new, ids),
+        load_file(new / "model.safetensors"),
+        load_file(old / "model.safetensors"),
+    )
     mixed = new.parent / f"{new.name}-mixed"
     mixed.mkdir(exist_ok=True)
     (mixed / "config.json").write_bytes((new / "config.json").read_bytes())
@@ -96,8 +129,11 @@ def tokens_of(chunks: Sequence[TokenChunk], sample: int = 0) -> list[int]:
     return [int(token) for chunk in chunks if chunk.sample_index == sample for token in chunk.token_ids]
 
 
-def gap(chunks: Sequence[TokenChunk], prompt: Sequence[int], models: dict[PolicyVersion, Path], sample: int = 0) -> float:
-    """Mean |difference| between the log-probs of a sample and a forward of each of its chunks under the weights that its label names."""
+def gap(
+    chunks: Sequence[TokenChunk], prompt: Sequence[int], models: dict[PolicyVersion, Path], sample: int = 0
+) -> float:
+    """Mean |difference| between the log-probs of a sample and a forward of each of its chunks under the weights that
+    its label names."""
     ids, position, differences = [*prompt, *tokens_of(chunks, sample)], len(prompt), list[NDArray[np.float32]]()
     for chunk in [chunk for chunk in chunks if chunk.sample_index == sample]:
         expected = forward(models[chunk.policy], ids)[position - 1 : position - 1 + chunk.token_ids.size]
@@ -122,7 +158,9 @@ class VllmRoom:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, T], deadline_s: float = DEADLINE_S) -> T:
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, deadline_s), self._loop).result(deadline_s + 10.0)
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, deadline_s), self._loop).result(
+            deadline_s + 10.0
+        )
 
     def collect(self, request: GenerationRequest) -> list[TokenChunk]:
         return self.run(self.gather(request))

@@ -29,7 +29,10 @@ class Grpo:
             UserError: a group of one has no standard deviation.
         """
         if len(rewards) < 2:
-            raise UserError(f"got a group of {len(rewards)} trajectory with algorithm grpo; it compares samples of one prompt: set group_size to 2 or more")
+            raise UserError(
+                f"got a group of {len(rewards)} trajectory with algorithm grpo; it compares samples of one prompt: set "
+                "group_size to 2 or more"
+            )
         totals = np.array([reward.total for reward in rewards], dtype=np.float64)
         if totals.min() == totals.max():
             return np.zeros(totals.size, dtype=np.float32)  # the rounding of the mean must not be divided by itself

@@ -26,7 +26,10 @@ class Rloo:
             UserError: in a group of one there are no others.
         """
         if len(rewards) < 2:
-            raise UserError(f"got a group of {len(rewards)} trajectory with algorithm rloo; its baseline is the others' mean: set group_size to 2 or more")
+            raise UserError(
+                f"got a group of {len(rewards)} trajectory with algorithm rloo; its baseline is the others' mean: set "
+                "group_size to 2 or more"
+            )
         totals = np.array([reward.total for reward in rewards], dtype=np.float64)
         others = (totals.sum() - totals) / (totals.size - 1)
         return (totals - others).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Audited groups become training samples: which tokens are in the loss, with which advantage and weight. Numpy only: it knows no model."""
+"""Audited groups become training samples: which tokens are in the loss, with which advantage and weight. Numpy only: it
+knows no model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -62,13 +63,15 @@ def build_batch(
 ) -> TrainingBatch:
     """Take the sampled tokens that the verdicts accept, except those older than `oldest_version`.
 
-    Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n) (sequence_mean, S samples with n terms).
-    A trajectory that the gradient search quarantined has none of its terms in the loss, and all of them in the denominators: the step that it was found in had
-    them, and a resume from before that step takes it again, bit for bit.
-    Advantages are relative to the whole group, rejected trajectories included: a verdict is about tokens, not about the reward.
+    Weights are fixed denominators, counted once over the whole batch: 1/N (token_mean, N terms) or 1/(S n)
+    (sequence_mean, S samples with n terms). A trajectory that the gradient search quarantined has none of its terms in
+    the loss, and all of them in the denominators: the step that it was found in had them, and a resume from before that
+    step takes it again, bit for bit. Advantages are relative to the whole group, rejected trajectories included: a
+    verdict is about tokens, not about the reward.
 
     Raises:
-        UserError: the trajectories were sampled at several temperatures, or their log-probs are not of the distribution sampled from.
+        UserError: the trajectories were sampled at several temperatures, or their log-probs are not of the distribution
+            sampled from.
         ValueError: `source` is recomputed and a token of the loss was not scored.
     """
     kept: list[_Kept] = []
@@ -87,10 +90,16 @@ def build_batch(
             if np.count_nonzero(mask) < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
             if terms:
-                kept.append(_Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage))
+                kept.append(
+                    _Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage)
+                )
     counts = [each.terms for each in kept]
     total = sum(counts)
-    weights = [1.0 / max(1, total)] * len(counts) if aggregation == "token_mean" else [1.0 / (len(counts) * count) for count in counts]
+    weights = (
+        [1.0 / max(1, total)] * len(counts)
+        if aggregation == "token_mean"
+        else [1.0 / (len(counts) * count) for count in counts]
+    )
     return TrainingBatch(
         samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
         num_tokens=sum(int(np.count_nonzero(each.mask)) for each in kept),
@@ -110,7 +119,9 @@ def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], 
     return tuple((part, float(np.mean(given))) for part, given in values.items())
 
 
-def _loss_mask(trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int, verdict: Verdict | None) -> NDArray[np.bool_]:
+def _loss_mask(
+    trajectory: Trajectory, evidence: TrajectoryEvidence | None, oldest_version: int, verdict: Verdict | None
+) -> NDArray[np.bool_]:
     """[T]; position 0 is never in it, since no position predicts it. `verdict` stands for that of the evidence."""
     verdict = verdict or (Verdict.ACCEPT if evidence is None else evidence.verdict)
     if verdict in (Verdict.REJECT, Verdict.QUARANTINE):
@@ -133,8 +144,8 @@ def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSam
         missing = int(np.count_nonzero(mask if evidence is None else mask & ~evidence.scored))
         if evidence is None or missing:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: {missing} tokens of the loss have no recomputed log-prob; expected all: "
-                "score the group first, or take the rollout's log-probs for the whole step"
+                f"trajectory {trajectory.trajectory_id}: {missing} tokens of the loss have no recomputed log-prob; "
+                "expected all: score the group first, or take the rollout's log-probs for the whole step"
             )
         old = np.where(mask, evidence.behaviour_logprobs, np.float32(0))
     return TrainingSample(
@@ -155,8 +166,14 @@ def _temperature(trajectories: Sequence[Trajectory]) -> float:
     tags = {trajectory.tag for trajectory in trajectories}
     temperatures = sorted({tag.temperature for tag in tags})
     if len(temperatures) > 1:
-        raise UserError(f"got trajectories sampled at temperatures {temperatures} in one batch, expected one: keep `sampling.temperature` fixed in a run")
+        raise UserError(
+            f"got trajectories sampled at temperatures {temperatures} in one batch, expected one: keep "
+            "`sampling.temperature` fixed in a run"
+        )
     raw = [tag.engine for tag in tags if tag.logprob_semantics is LogprobSemantics.RAW and tag.temperature != 1.0]
     if raw:
-        raise UserError(f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; set its log-prob mode to processed")
+        raise UserError(
+            f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; set its "
+            "log-prob mode to processed"
+        )
     return temperatures[0] if temperatures else 1.0

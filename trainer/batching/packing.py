@@ -1,4 +1,5 @@
-"""Samples become equal numbers of micro-batches for every rank: rows of like length together, within a token budget. Deterministic; numpy only."""
+"""Samples become equal numbers of micro-batches for every rank: rows of like length together, within a token budget.
+Deterministic; numpy only."""
 
 from collections.abc import Sequence
 
@@ -11,10 +12,11 @@ _FILLER_TOKENS = 2
 
 
 def pack(samples: Sequence[TrainingSample], ranks: int, micro_batch_tokens: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Micro-batches of each rank, the same number for all, with rows x longest row <= `micro_batch_tokens` (one longer row makes its own).
+    """Micro-batches of each rank, the same number for all, with rows x longest row <= `micro_batch_tokens` (one longer
+    row makes its own).
 
-    Samples are sorted by length and dealt out in a snake, so ranks get like work; a rank that needs fewer micro-batches splits its largest, and
-    only when each of its rows stands alone does it get a micro-batch of one filler row.
+    Samples are sorted by length and dealt out in a snake, so ranks get like work; a rank that needs fewer micro-batches
+    splits its largest, and only when each of its rows stands alone does it get a micro-batch of one filler row.
     """
     order = sorted(range(len(samples)), key=lambda index: (-samples[index].token_ids.size, index))
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]

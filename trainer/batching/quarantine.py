@@ -1,11 +1,20 @@
-"""Quarantine by the gradient search: the verdict that keeps a culprit's trajectory out of training for good. Numpy only."""
+"""Quarantine by the gradient search: the verdict that keeps a culprit's trajectory out of training for good. Numpy
+only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from trainer.types.evidence import AuditedGroup, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, encode_evidence
+from trainer.types.evidence import (
+    AuditedGroup,
+    Check,
+    Finding,
+    GroupEvidence,
+    Severity,
+    TrajectoryEvidence,
+    encode_evidence,
+)
 from trainer.types.gradloc import Acted, Culprit, GradLocEvidence, Quarantined
 from trainer.types.step import Verdict
 
@@ -25,7 +34,10 @@ def quarantined(audited: Sequence[AuditedGroup], evidence: GradLocEvidence | Non
         ids = tuple(t.trajectory_id for t in group.group.trajectories if t.trajectory_id in culprits)
         if ids:
             found = group.evidence or _unscored(group)
-            kept = tuple(_out(each, culprits[each.trajectory_id]) if each.trajectory_id in ids else each for each in found.trajectories)
+            kept = tuple(
+                _out(each, culprits[each.trajectory_id]) if each.trajectory_id in ids else each
+                for each in found.trajectories
+            )
             verdict = encode_evidence(replace(found, trajectories=kept))
             result.append(Quarantined(dispatch_id=group.group.dispatch_id, trajectory_ids=ids, verdict=verdict))
     return tuple(result)
@@ -41,7 +53,8 @@ def groups_with_quarantines(audited: Sequence[AuditedGroup], now: Sequence[Quara
     before = {
         group.group.dispatch_id
         for group in audited
-        if group.evidence is not None and any(each.verdict is Verdict.QUARANTINE for each in group.evidence.trajectories)
+        if group.evidence is not None
+        and any(each.verdict is Verdict.QUARANTINE for each in group.evidence.trajectories)
     }
     return frozenset(before | {group.dispatch_id for group in now})
 
@@ -50,9 +63,16 @@ def keep_quarantines(found: GroupEvidence, before: GroupEvidence | None) -> Grou
     """New evidence of a group, in which the trajectories that the gradient search quarantined stay so."""
     if before is None:
         return found
-    spikes = {each.trajectory_id: tuple(finding for finding in each.findings if finding.code == CODE) for each in before.trajectories}
+    spikes = {
+        each.trajectory_id: tuple(finding for finding in each.findings if finding.code == CODE)
+        for each in before.trajectories
+    }
     kept = tuple(
-        replace(each, verdict=Verdict.QUARANTINE, findings=each.findings + spikes[each.trajectory_id]) if spikes.get(each.trajectory_id) else each
+        (
+            replace(each, verdict=Verdict.QUARANTINE, findings=each.findings + spikes[each.trajectory_id])
+            if spikes.get(each.trajectory_id)
+            else each
+        )
         for each in found.trajectories
     )
     return replace(found, trajectories=kept)
@@ -80,5 +100,11 @@ def _unscored(group: AuditedGroup) -> GroupEvidence:
 
 def _out(evidence: TrajectoryEvidence, culprits: Sequence[Culprit]) -> TrajectoryEvidence:
     detail = f"its gradient had norm {max(culprit.norm for culprit in culprits):.3g}"
-    finding = Finding(check=Check.GRADIENT, severity=Severity.FAIL, code=CODE, detail=detail, positions=tuple(culprit.position for culprit in culprits))
+    finding = Finding(
+        check=Check.GRADIENT,
+        severity=Severity.FAIL,
+        code=CODE,
+        detail=detail,
+        positions=tuple(culprit.position for culprit in culprits),
+    )
     return replace(evidence, verdict=Verdict.QUARANTINE, findings=(*evidence.findings, finding))

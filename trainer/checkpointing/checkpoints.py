@@ -1,4 +1,5 @@
-"""Checkpoints as the driver sees them: what they are called, which is the newest, what they say. Torch-free; tensors are `sharded_state`'s."""
+"""Checkpoints as the driver sees them: what they are called, which is the newest, what they say. Torch-free; tensors
+are `sharded_state`'s."""
 
 import json
 import shutil
@@ -57,7 +58,9 @@ def read_state(directory: Path) -> CheckpointState:
     try:
         fields = cast(dict[str, object], json.loads(path.read_bytes()))
         if fields["format"] != _FORMAT:
-            raise UserError(f"checkpoint {directory} has format {fields['format']}, this version of Concord reads {_FORMAT}; {cure}")
+            raise UserError(
+                f"checkpoint {directory} has format {fields['format']}, this version of Concord reads {_FORMAT}; {cure}"
+            )
         state = CheckpointState(
             policy=PolicyVersion.parse(str(fields["policy"])),
             seed=int(cast(int, fields["seed"])),
@@ -65,16 +68,21 @@ def read_state(directory: Path) -> CheckpointState:
             store_position=cast(dict[str, JsonScalar], fields["store_position"]),
         )
     except OSError as error:
-        raise UserError(f"checkpoint {directory} is incomplete: cannot read {STATE_NAME} ({error.strerror}); {cure}") from error
+        raise UserError(
+            f"checkpoint {directory} is incomplete: cannot read {STATE_NAME} ({error.strerror}); {cure}"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {directory} is broken: {STATE_NAME} does not hold what it should ({error}); {cure}") from error
+        raise UserError(
+            f"checkpoint {directory} is broken: {STATE_NAME} does not hold what it should ({error}); {cure}"
+        ) from error
     if not (directory / TENSORS_NAME / ".metadata").is_file():
         raise UserError(f"checkpoint {directory} is incomplete: its tensors are missing; {cure}")
     return state
 
 
 def all_checkpoints(parent: Path) -> list[Path]:
-    """Completed checkpoints below `parent`, oldest first, by their names: what they hold is read only by who resumes from one.
+    """Completed checkpoints below `parent`, oldest first, by their names: what they hold is read only by who resumes
+    from one.
 
     A directory whose name is not a policy's is somebody's own, and none of them.
     """

@@ -1,4 +1,5 @@
-"""Directories that are either complete or absent: written under a temporary name, synced, renamed. It knows nothing of what is in them."""
+"""Directories that are either complete or absent: written under a temporary name, synced, renamed. It knows nothing of
+what is in them."""
 
 import os
 import shutil
@@ -23,7 +24,9 @@ def begin_directory(directory: Path) -> Path:
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written") from error
+        raise UserError(
+            f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written"
+        ) from error
     return temporary
 
 
@@ -44,7 +47,9 @@ def complete_directory(temporary: Path, directory: Path, synced: frozenset[Path]
         temporary.rename(directory)
         sync(directory.parent)
     except OSError as error:
-        raise UserError(f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written") from error
+        raise UserError(
+            f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written"
+        ) from error
 
 
 def partial_directories(parent: Path) -> list[Path]:

@@ -56,7 +56,8 @@ class SavedStep:
     grad_norm: float
     """As the whole batch came to."""
     tau: float
-    """From which norm of one token's gradient, before its weight, a search called it suspicious; NaN: none, or what is not finite."""
+    """From which norm of one token's gradient, before its weight, a search called it suspicious; NaN: none, or what is
+    not finite."""
     planted: tuple[PlantedFault, ...] = ()
 
 
@@ -69,16 +70,22 @@ def reason_to_keep(report: StepReport, config: SavedStepsConfig) -> str:
 
 
 def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str, ...]]:
-    """Write a step below `parent`, and remove the oldest beyond `keep`: of steps that were applied, or of those that were not, as this one was.
+    """Write a step below `parent`, and remove the oldest beyond `keep`: of steps that were applied, or of those that
+    were not, as this one was.
 
     Returns:
-        Name of the folder: the version that the step was to produce, with a number behind it where that is taken; and the names of those removed.
+        Name of the folder: the version that the step was to produce, with a number behind it where that is taken; and
+        the names of those removed.
 
     Raises:
         UserError: the place cannot be written.
     """
     version = str(saved.request.policy.version)
-    name = next(name for name in (version, *(f"{version}-{number}" for number in range(2, _MOST_TRIES))) if not (parent / name).exists())
+    name = next(
+        name
+        for name in (version, *(f"{version}-{number}" for number in range(2, _MOST_TRIES)))
+        if not (parent / name).exists()
+    )
     kept = saved_steps(parent)
     serial = 1 + max((_fields(directory)["serial"] for directory in kept), default=0)
     temporary = begin_directory(parent / name)
@@ -88,9 +95,12 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
     complete_directory(temporary, parent / name)
     alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
     removed = alike[: max(0, len(alike) + 1 - keep)]
-    with boundary(UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"):
+    with boundary(
+        UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"
+    ):
         for path in [*removed, *partial_directories(parent)]:
-            # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks like one.
+            # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks
+            # like one.
             (path / STEP_NAME).unlink(missing_ok=True)
             shutil.rmtree(path)
     return name, tuple(path.name for path in removed)
@@ -116,13 +126,16 @@ def read_step(directory: Path) -> SavedStep:
     if not (directory / STEP_NAME).is_file():
         there = ", ".join(path.name for path in saved_steps(directory.parent)) or "no step"
         raise UserError(
-            f"got step {directory.name!r}, but {directory.parent} holds {there}; a step is kept when it is not applied (event "
-            "step_skipped names its folder), and with trainer.saved_steps.searched = true when its gradient is searched (event gradloc)"
+            f"got step {directory.name!r}, but {directory.parent} holds {there}; a step is kept when it is not applied "
+            "(event step_skipped names its folder), and with trainer.saved_steps.searched = true when its gradient is "
+            "searched (event gradloc)"
         )
     fields = _fields(directory)
     with boundary(UserError, f"saved step {directory} is broken; remove it, or copy the run directory again"):
         request = StepRequest(
-            policy=PolicyVersion.parse(fields["policy"]), oldest_version=fields["oldest_version"], old_logprobs=OldLogprobSource(fields["old_logprobs"])
+            policy=PolicyVersion.parse(fields["policy"]),
+            oldest_version=fields["oldest_version"],
+            old_logprobs=OldLogprobSource(fields["old_logprobs"]),
         )
         with np.load(directory / BATCH_NAME) as arrays:
             numbers = range(len(fields["dispatch_ids"]))
@@ -184,9 +197,13 @@ def _write_batch(path: Path, saved: SavedStep) -> None:
 
 
 def _fields(directory: Path) -> dict[str, Any]:
-    with boundary(UserError, f"cannot read {directory / STEP_NAME} (remove the folder, or copy the run directory again)"):
+    with boundary(
+        UserError, f"cannot read {directory / STEP_NAME} (remove the folder, or copy the run directory again)"
+    ):
         fields = cast(dict[str, Any], json.loads((directory / STEP_NAME).read_bytes()))
         if fields["format"] != _FORMAT:
-            raise UserError(f"saved step {directory} has format {fields['format']}, this version reads {_FORMAT}; use the one that wrote it, or remove it")
+            raise UserError(
+                f"saved step {directory} has format {fields['format']}, this version reads {_FORMAT}; use the one that "
+                "wrote it, or remove it"
+            )
         return fields
-

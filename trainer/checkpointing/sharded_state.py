@@ -1,4 +1,5 @@
-"""Model, optimizer, clip, gradient search and random state in a checkpoint: each rank writes its shards, and any number of ranks can read them."""
+"""Model, optimizer, clip, gradient search and random state in a checkpoint: each rank writes its shards, and any number
+of ranks can read them."""
 
 import json
 import logging
@@ -40,7 +41,12 @@ class Memory(Protocol):
 
 
 def save_checkpoint(
-    directory: Path, state: CheckpointState, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, search: Memory | None
+    directory: Path,
+    state: CheckpointState,
+    model: PolicyModel,
+    optimizer: PolicyOptimizer,
+    ranks: Ranks,
+    search: Memory | None,
 ) -> None:
     """Write a checkpoint that is complete or absent. Collective.
 
@@ -60,20 +66,26 @@ def save_checkpoint(
     _together(ranks, lambda: _complete(temporary, directory, state, optimizer, search) if ranks.first else None)
 
 
-def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, search: Memory | None) -> CheckpointState:
+def load_checkpoint(
+    directory: Path, model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, search: Memory | None
+) -> CheckpointState:
     """Put model, optimizer, clip, gradient search and random state back. Collective.
 
-    A rank that had no counterpart when it was saved keeps the random state it started with. A clip of another kind than the checkpoint's, and a gradient
-    search of which it holds nothing, start without a history, and the log says so.
+    A rank that had no counterpart when it was saved keeps the random state it started with. A clip of another kind than
+    the checkpoint's, and a gradient search of which it holds nothing, start without a history, and the log says so.
 
     Raises:
         UserError: the checkpoint is missing, incomplete, or of another model.
     """
     state = read_state(directory)
     tensors = _tensors(model, optimizer)
-    with _foreign_failures(f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"):
+    with _foreign_failures(
+        f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"
+    ):
         _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
-        set_state_dict(model, optimizer.optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+        set_state_dict(
+            model, optimizer.optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+        )
         random_state = directory / _rng_name(ranks.rank)
         if random_state.is_file():
             torch.set_rng_state(torch.tensor(json.loads(random_state.read_bytes()), dtype=torch.uint8))
@@ -85,7 +97,8 @@ def load_checkpoint(directory: Path, model: PolicyModel, optimizer: PolicyOptimi
 
 @contextmanager
 def _foreign_failures(context: str) -> Generator[None, None, None]:
-    """Whatever fails in torch's checkpointing is a user error of `context`. Its own exception is no `Exception`, so a boundary alone would miss it."""
+    """Whatever fails in torch's checkpointing is a user error of `context`. Its own exception is no `Exception`, so a
+    boundary alone would miss it."""
     try:
         with boundary(UserError, context):
             yield
@@ -101,7 +114,12 @@ def _load_clip(directory: Path, optimizer: PolicyOptimizer) -> None:
         if saved["type"] == kind:
             optimizer.clip.load_state_dict(saved)
             return
-    _log.warning("checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one", directory, saved["type"], kind)
+    _log.warning(
+        "checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one",
+        directory,
+        saved["type"],
+        kind,
+    )
 
 
 def _load_search(path: Path, search: Memory) -> None:
@@ -117,7 +135,9 @@ def _tensors(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _complete(temporary: Path, directory: Path, state: CheckpointState, optimizer: PolicyOptimizer, search: Memory | None) -> None:
+def _complete(
+    temporary: Path, directory: Path, state: CheckpointState, optimizer: PolicyOptimizer, search: Memory | None
+) -> None:
     with boundary(UserError, f"cannot write checkpoint {directory}"):
         (temporary / _CLIP_NAME).write_bytes(canonical_json(dict(optimizer.clip.state_dict())))
         if search is not None:
@@ -139,5 +159,3 @@ def _together(ranks: Ranks, act: Callable[[], object]) -> None:
 
 def _rng_name(rank: int) -> str:
     return f"random-{rank}.json"
-
-

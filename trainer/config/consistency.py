@@ -62,9 +62,11 @@ class MisTokenConfig(BandSection):
 
 
 class MisSequenceConfig(BandSection):
-    """Masked importance sampling by sequence: every token weighs the sequence's product of ratios where that is inside the band, else 0; inclusive.
+    """Masked importance sampling by sequence: every token weighs the sequence's product of ratios where that is inside
+    the band, else 0; inclusive.
 
-    A product grows with length (1.1 a token is 13,780 after 100), so the band suits short answers; `geo_rs` is normalised by length.
+    A product grows with length (1.1 a token is 13,780 after 100), so the band suits short answers; `geo_rs` is
+    normalised by length.
     """
 
     type: Literal["mis_sequence"] = "mis_sequence"
@@ -95,7 +97,8 @@ class GeoRsConfig(BandSection):
 
 
 class OpsmConfig(CorrectionSection):
-    """Off-policy sequence masking: drop a sequence with a negative advantage whose mean(log pi_old - log pi_now) is above delta."""
+    """Off-policy sequence masking: drop a sequence with a negative advantage whose mean(log pi_old - log pi_now) is
+    above delta."""
 
     type: Literal["opsm"] = "opsm"
     delta: NonNegativeFloat = 1e-4
@@ -103,7 +106,8 @@ class OpsmConfig(CorrectionSection):
 
 
 class DecoupledConfig(CorrectionSection):
-    """Decoupled surrogate: (pi_prox / pi_behaviour, at most cap) x the clipped (pi_theta / pi_prox), where pi_prox is the policy at the start of the step."""
+    """Decoupled surrogate: (pi_prox / pi_behaviour, at most cap) x the clipped (pi_theta / pi_prox), where pi_prox is
+    the policy at the start of the step."""
 
     type: Literal["decoupled"] = "decoupled"
     cap: PositiveFloat | None = None
@@ -111,7 +115,15 @@ class DecoupledConfig(CorrectionSection):
 
 
 CorrectionConfig = Annotated[
-    NoCorrection | TisConfig | IcePopConfig | MisTokenConfig | MisSequenceConfig | SeqClipConfig | GeoRsConfig | OpsmConfig | DecoupledConfig,
+    NoCorrection
+    | TisConfig
+    | IcePopConfig
+    | MisTokenConfig
+    | MisSequenceConfig
+    | SeqClipConfig
+    | GeoRsConfig
+    | OpsmConfig
+    | DecoupledConfig,
     Field(discriminator="type"),
 ]
 
@@ -139,8 +151,9 @@ class ConsistencyConfig(Section):
     """The consistency service."""
 
     mode: Literal["off", "audit", "gate"] = "audit"
-    """`gate`: every group is scored before it is trained on, and its old log-probs are the recomputed ones. `audit`: a share is scored off the critical
-    path, for people and alarms only; the estimator stays as in `off`. `off`: nothing is scored, no service starts."""
+    """`gate`: every group is scored before it is trained on, and its old log-probs are the recomputed ones. `audit`: a
+    share is scored off the critical path, for people and alarms only; the estimator stays as in `off`. `off`: nothing
+    is scored, no service starts."""
     audit_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of groups that mode `audit` scores."""
     workers: PositiveInt = 1
@@ -158,13 +171,15 @@ class ConsistencyConfig(Section):
     deadline_s: PositiveFloat = 60.0
     """For one batch of groups; then the service actor is replaced."""
     when_behind: Literal["wait", "audit"] = "wait"
-    """`gate` only: `wait` holds training back until groups are scored; `audit` lets a step whose groups waited for more than `behind_s` go on without, with
-    an event."""
+    """`gate` only: `wait` holds training back until groups are scored; `audit` lets a step whose groups waited for more
+    than `behind_s` go on without, with an event."""
     behind_s: PositiveFloat = 30.0
     """How long a ready group may wait for its score before `when_behind` decides."""
     on_fail: Literal["observe", "mask", "reject", "quarantine"] = "quarantine"
-    """What happens to a trajectory whose log-probs its policy does not explain; only `gate` acts on it. Different tokens are always rejected."""
+    """What happens to a trajectory whose log-probs its policy does not explain; only `gate` acts on it. Different
+    tokens are always rejected."""
     limits: GapLimits | None = None
     """None takes the defaults for the engine's dtype, quantisation and routing."""
     correction: CorrectionConfig = NoCorrection()
-    """Importance weights in the loss; in `gate` of engine against trainer, else of rollout against the policy at the start of the step."""
+    """Importance weights in the loss; in `gate` of engine against trainer, else of rollout against the policy at the
+    start of the step."""

@@ -96,17 +96,22 @@ class ClipSection(Section):
     @model_validator(mode="after")
     def _beta_is_a_decay(self) -> Self:
         if not 0 < self.beta < 1:
-            raise ValueError(f"got beta = {self.beta:g}, expected a decay between 0 and 1; set it to {type(self).model_fields['beta'].default}")
+            raise ValueError(
+                f"got beta = {self.beta:g}, expected a decay between 0 and 1; set it to "
+                f"{type(self).model_fields['beta'].default}"
+            )
         return self
 
 
 class LayerClipConfig(ClipSection):
-    """Each block (transformer block, embeddings, head) is clipped at alpha times the running norm R of its own gradients."""
+    """Each block (transformer block, embeddings, head) is clipped at alpha times the running norm R of its own
+    gradients."""
 
     type: Literal["layerclip"] = "layerclip"
     mode: Literal["lagged", "paper_ema", "paper_ca"] = "lagged"
-    """lagged: R is that of the step before and learns the clipped norm, so no spike excuses itself or poisons later steps; paper_ema and paper_ca, as
-    published: the step's own norm enters R, an exponential or a plain mean, before R clips it."""
+    """lagged: R is that of the step before and learns the clipped norm, so no spike excuses itself or poisons later
+    steps; paper_ema and paper_ca, as published: the step's own norm enters R, an exponential or a plain mean, before R
+    clips it."""
     alpha: float = 2.0
     """A block's gradient keeps its norm up to alpha R."""
     eps: NonNegativeFloat = 1e-6
@@ -117,11 +122,13 @@ class LayerClipConfig(ClipSection):
     @model_validator(mode="after")
     def _can_clip_and_lets_pass(self) -> Self:
         if not self.alpha > 1:
-            raise ValueError(f"got alpha = {self.alpha:g}, which clips gradients of ordinary size; set alpha above 1, for example 2")
+            raise ValueError(
+                f"got alpha = {self.alpha:g}, which clips gradients of ordinary size; set alpha above 1, for example 2"
+            )
         if self.mode == "paper_ema" and self.alpha * (1 - self.beta) >= 1:
             raise ValueError(
-                f"got mode = 'paper_ema' with alpha (1 - beta) = {self.alpha * (1 - self.beta):g}, which never clips: a spike lifts its own threshold above "
-                "itself; set beta nearer to 1, or mode = 'lagged'"
+                f"got mode = 'paper_ema' with alpha (1 - beta) = {self.alpha * (1 - self.beta):g}, which never clips: a"
+                " spike lifts its own threshold above itself; set beta nearer to 1, or mode = 'lagged'"
             )
         return self
 
@@ -160,7 +167,9 @@ class AdaGCConfig(ClipSection):
     @model_validator(mode="after")
     def _lets_pass(self) -> Self:
         if not self.lam > 1:
-            raise ValueError(f"got lam = {self.lam:g}, with which norms can only fall; set lam above 1, for example 1.05")
+            raise ValueError(
+                f"got lam = {self.lam:g}, with which norms can only fall; set lam above 1, for example 1.05"
+            )
         return self
 
 
@@ -168,7 +177,8 @@ ClipConfig = Annotated[GlobalClipConfig | LayerClipConfig | ZClipConfig | AdaGCC
 
 
 class QkClipConfig(Section):
-    """After the step, query and key weights of heads with larger attention logits than `threshold` are scaled down; not for models with QK-norm."""
+    """After the step, query and key weights of heads with larger attention logits than `threshold` are scaled down; not
+    for models with QK-norm."""
 
     enabled: bool = False
     """Measure the logits, export them, and clip."""
@@ -180,7 +190,8 @@ class OptimizerConfig(Section):
     """AdamW, or Muon for the matrices of transformer blocks and AdamW for the rest, behind a gradient clip."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """muon: matrices of transformer blocks step along their orthogonalised momentum; embeddings, head and vectors stay with AdamW."""
+    """muon: matrices of transformer blocks step along their orthogonalised momentum; embeddings, head and vectors stay
+    with AdamW."""
     learning_rate: PositiveFloat = 3e-4
     """The peak rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -196,8 +207,8 @@ class OptimizerConfig(Section):
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of Muon's momentum."""
     muon_scale: Literal["match_rms", "original"] = "match_rms"
-    """Factor of the learning rate for a matrix. match_rms: 0.2 sqrt(max(rows, columns)), with which AdamW's rate fits; original:
-    sqrt(max(1, rows / columns))."""
+    """Factor of the learning rate for a matrix. match_rms: 0.2 sqrt(max(rows, columns)), with which AdamW's rate fits;
+    original: sqrt(max(1, rows / columns))."""
     clip: ClipConfig = GlobalClipConfig()
     qk_clip: QkClipConfig = QkClipConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -207,19 +218,25 @@ class OptimizerConfig(Section):
         fields = type(self).model_fields
         given = sorted(key for key in fields if key.startswith("muon_") and getattr(self, key) != fields[key].default)
         if given and self.type != "muon":
-            raise ValueError(f'got {given[0]} with type = "adamw", which has none; set trainer.optimizer.type = "muon" or leave it out')
+            raise ValueError(
+                f'got {given[0]} with type = "adamw", which has none; set trainer.optimizer.type = "muon" or leave'
+                " it out"
+            )
         return self
 
 
 class ProbesConfig(Section):
-    """Values of each block in `block_metrics/` besides norms and clips, which are always there. Each has its cost (docs/user/gradloc.md)."""
+    """Values of each block in `block_metrics/` besides norms and clips, which are always there. Each has its cost
+    (docs/user/gradloc.md)."""
 
     update_ratio: bool = False
-    """Norm of the step's change of the block's weights over their norm; one more copy of this rank's weights during the update."""
+    """Norm of the step's change of the block's weights over their norm; one more copy of this rank's weights during the
+    update."""
     activations: bool = False
     """Root mean square and kurtosis of what the block hands on."""
     router_load: bool = False
-    """How the experts of a mixture share the tokens: the busiest one's load over the mean, and the entropy of the shares."""
+    """How the experts of a mixture share the tokens: the busiest one's load over the mean, and the entropy of the
+    shares."""
 
 
 class CheckpointConfig(Section):
@@ -232,13 +249,15 @@ class CheckpointConfig(Section):
 
 
 class SavedStepsConfig(Section):
-    """Batches of steps, kept in `saved_steps/` of the run directory for `concord replay`: those of steps that were not applied, and if asked for of others."""
+    """Batches of steps, kept in `saved_steps/` of the run directory for `concord replay`: those of steps that were not
+    applied, and if asked for of others."""
 
     keep: PositiveInt = 4
-    """Newest ones that are kept, with the published weights that each started from; of steps that were applied, as many again."""
+    """Newest ones that are kept, with the published weights that each started from; of steps that were applied, as many
+    again."""
     searched: bool = False
-    """Keep the batches of steps, too, whose gradient was searched and that were applied all the same: observed, masked, or without a culprit. Each holds on
-    to the published weights that it started from."""
+    """Keep the batches of steps, too, whose gradient was searched and that were applied all the same: observed, masked,
+    or without a culprit. Each holds on to the published weights that it started from."""
 
 
 class TrainerConfig(Section):
@@ -247,7 +266,8 @@ class TrainerConfig(Section):
     type: Literal["fsdp", "scripted"] = "fsdp"
     """`scripted` trains nothing and takes `scripted_step_s`: for tests and benchmarks of the loop."""
     ranks: PositiveInt = 1
-    """Trainer ranks, an actor each; the model is sharded over them. Up to rounding, the result does not depend on their number."""
+    """Trainer ranks, an actor each; the model is sharded over them. Up to rounding, the result does not depend on their
+    number."""
     num_cpus: NonNegativeFloat = 1.0
     """Ray CPUs a rank."""
     num_gpus: NonNegativeFloat = 0.0
@@ -263,8 +283,8 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Keep only each block's inputs for backward, and compute the rest again."""
     replay_routing: bool = False
-    """Of a mixture of experts: forward and backward use the experts that the engine chose, where it returned them (R3). Gates come from the trainer's own
-    router logits, and load-balance statistics stay on its own choice."""
+    """Of a mixture of experts: forward and backward use the experts that the engine chose, where it returned them (R3).
+    Gates come from the trainer's own router logits, and load-balance statistics stay on its own choice."""
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gradloc: GradLocConfig = GradLocConfig()
@@ -277,12 +297,22 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _scripted_trains_nothing(self) -> Self:
         if self.scripted_step_s and self.type != "scripted":
-            raise ValueError('got trainer.scripted_step_s with trainer.type = "fsdp"; set trainer.type = "scripted" or leave it out')
+            raise ValueError(
+                'got trainer.scripted_step_s with trainer.type = "fsdp"; set trainer.type = "scripted" or leave it out'
+            )
         if self.replay_routing and self.type == "scripted":
-            raise ValueError('got trainer.replay_routing = true with trainer.type = "scripted", which has no forward pass; set trainer.type = "fsdp"')
-        asked = [f"probes.{name}" for name, on in self.probes if on] + ["optimizer.qk_clip.enabled"] * self.optimizer.qk_clip.enabled
+            raise ValueError(
+                'got trainer.replay_routing = true with trainer.type = "scripted", which has no forward pass; set'
+                ' trainer.type = "fsdp"'
+            )
+        asked = [f"probes.{name}" for name, on in self.probes if on] + [
+            "optimizer.qk_clip.enabled"
+        ] * self.optimizer.qk_clip.enabled
         if asked and self.type == "scripted":
-            raise ValueError(f'got trainer.{asked[0]} = true with trainer.type = "scripted", which has no model; set trainer.type = "fsdp" or leave it out')
+            raise ValueError(
+                f'got trainer.{asked[0]} = true with trainer.type = "scripted", which has no model; set trainer.type ='
+                ' "fsdp" or leave it out'
+            )
         return self
 
 

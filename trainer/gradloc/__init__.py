@@ -1,4 +1,5 @@
-"""Stability tools: each names the layer of diagnosis that it belongs to (3, numerical updates) and refuses to pose as a cure for another."""
+"""Stability tools: each names the layer of diagnosis that it belongs to (3, numerical updates) and refuses to pose as a
+cure for another."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,7 +11,18 @@ if TYPE_CHECKING:
     from trainer.gradloc.probe.backward_record import BackwardRecord
     from trainer.gradloc.probe.probe import StepData
 
-__all__ = ["BackwardRecord", "CalibratedTau", "GivenTau", "GradLoc", "GradLocConfig", "GradLocReport", "StepData", "SumOfTerms", "micro_batch", "ranks_of"]
+__all__ = [
+    "BackwardRecord",
+    "CalibratedTau",
+    "GivenTau",
+    "GradLoc",
+    "GradLocConfig",
+    "GradLocReport",
+    "StepData",
+    "SumOfTerms",
+    "micro_batch",
+    "ranks_of",
+]
 
 _PLACES = {
     **dict.fromkeys(("CalibratedTau", "GivenTau", "GradLocConfig"), "trainer.config.trainer.gradloc"),

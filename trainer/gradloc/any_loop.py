@@ -1,4 +1,5 @@
-"""What a training loop of one's own hands to GradLoc: its ranks, its rows and its loss. Layer 3 of diagnosis. It knows no search."""
+"""What a training loop of one's own hands to GradLoc: its ranks, its rows and its loss. Layer 3 of diagnosis. It knows
+no search."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -23,11 +24,17 @@ class SumOfTerms:
     couples_tokens = False
 
     def __init__(self, terms: Callable[[Tensor, LossTokens], Tensor]) -> None:
-        """`terms` takes the log-probs [N] of the loss's tokens and what is known of them, and returns [N] with a graph."""
+        """`terms` takes the log-probs [N] of the loss's tokens and what is known of them, and returns [N] with a
+        graph."""
         self._terms = terms
 
     def __call__(
-        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+        self,
+        model: PolicyModel,
+        tokens: LossTokens,
+        temperature: float,
+        source: OldLogprobSource,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The scalar loss with its graph, and the log-probs."""
         logprobs, _ = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
@@ -78,7 +85,10 @@ def micro_batch(
     old, each = zeros if old_logprobs is None else old_logprobs, ones if advantages is None else advantages
     shapes = (loss_mask.shape, old.shape, each.shape, (len(names or each),))
     if shapes != ((rows, width), (rows, width), (rows,), (rows,)):
-        raise UserError(f"got loss_mask, old_logprobs, advantages and names of shapes {shapes}, expected those of token_ids {(rows, width)} and its rows")
+        raise UserError(
+            f"got loss_mask, old_logprobs, advantages and names of shapes {shapes}, expected those of token_ids "
+            f"{(rows, width)} and its rows"
+        )
     if loss_mask[:, 0].any():
         raise UserError("got a loss_mask that is true in column 0, which nothing predicts; set it to false there")
     lengths = width - np.argmax(loss_mask[:, ::-1], axis=1)

@@ -22,11 +22,15 @@ class BlockHistory:
         self._norms.append(tuple(norms))
 
     def ratios(self, norms: Sequence[float]) -> tuple[float, ...]:
-        """[blocks] each norm over the usual one of its block; empty before enough steps. 0 over 0 is 1: such a block is as it always is."""
+        """[blocks] each norm over the usual one of its block; empty before enough steps. 0 over 0 is 1: such a block is
+        as it always is."""
         if len(self._norms) < MIN_STEPS:
             return ()
         usual = np.median(np.array(self._norms), axis=0)
-        return tuple(1.0 if norm == own == 0 else float(np.float64(norm) / own) if own > 0 else float("inf") for norm, own in zip(norms, usual, strict=True))
+        return tuple(
+            1.0 if norm == own == 0 else float(np.float64(norm) / own) if own > 0 else float("inf")
+            for norm, own in zip(norms, usual, strict=True)
+        )
 
     def state(self) -> list[list[float]]:
         """What a checkpoint needs."""

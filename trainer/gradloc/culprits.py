@@ -1,4 +1,5 @@
-"""Everything that is known of the tokens that a search found: one forward pass of each culprit's row, and what its trajectory says. Layer 3 of diagnosis."""
+"""Everything that is known of the tokens that a search found: one forward pass of each culprit's row, and what its
+trajectory says. Layer 3 of diagnosis."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,11 +41,15 @@ class _Row:
 class CulpritReader:
     """One rank's part: every rank reads every culprit itself, since every rank has every sample."""
 
-    def __init__(self, config: GradLocConfig, model: PolicyModel, ranks: Ranks, history: BlockHistory, context: Context) -> None:
+    def __init__(
+        self, config: GradLocConfig, model: PolicyModel, ranks: Ranks, history: BlockHistory, context: Context
+    ) -> None:
         """Forward passes run inside `context`."""
         self._config, self._model, self._ranks, self._history, self._context = config, model, ranks, history, context
 
-    def read(self, hits: Sequence[GradLocHit], batch: TrainingBatch, audited: Sequence[AuditedGroup]) -> tuple[Culprit, ...]:
+    def read(
+        self, hits: Sequence[GradLocHit], batch: TrainingBatch, audited: Sequence[AuditedGroup]
+    ) -> tuple[Culprit, ...]:
         """Describe the hits of a search in this batch. Collective; neither gradients nor random state change."""
         samples = {sample.trajectory_id: sample for sample in batch.samples}
         wanted = tuple(dict.fromkeys(hit.trajectory_id for hit in hits))
@@ -52,12 +57,18 @@ class CulpritReader:
         rows = {trajectory_id: self._forward(samples[trajectory_id], batch.temperature) for trajectory_id in wanted}
         random.put_back(self._ranks.device)
         found = {
-            trajectory.trajectory_id: (trajectory, None if group.evidence is None else group.evidence.trajectories[index])
+            trajectory.trajectory_id: (
+                trajectory,
+                None if group.evidence is None else group.evidence.trajectories[index],
+            )
             for group in audited
             for index, trajectory in enumerate(group.group.trajectories)
             if trajectory.trajectory_id in rows
         }
-        return tuple(self._culprit(hit, samples[hit.trajectory_id], rows[hit.trajectory_id], *found[hit.trajectory_id]) for hit in hits)
+        return tuple(
+            self._culprit(hit, samples[hit.trajectory_id], rows[hit.trajectory_id], *found[hit.trajectory_id])
+            for hit in hits
+        )
 
     def _forward(self, sample: TrainingSample, temperature: float) -> _Row:
         micro = micro_batch_of([sample])
@@ -75,7 +86,14 @@ class CulpritReader:
             sequence_ratio=_exp(mean),
         )
 
-    def _culprit(self, hit: GradLocHit, sample: TrainingSample, row: _Row, trajectory: Trajectory, evidence: TrajectoryEvidence | None) -> Culprit:
+    def _culprit(
+        self,
+        hit: GradLocHit,
+        sample: TrainingSample,
+        row: _Row,
+        trajectory: Trajectory,
+        evidence: TrajectoryEvidence | None,
+    ) -> Culprit:
         at, now = hit.position, row.logprobs[hit.position]
         rollout = float(sample.rollout_logprobs[at])
         behaviour = float(evidence.behaviour_logprobs[at]) if evidence is not None and evidence.scored[at] else None
@@ -106,7 +124,9 @@ class CulpritReader:
         )
 
 
-def culprit_type(config: GradLocConfig, omega: float, sequence_ratio: float, block_ratios: Sequence[float]) -> CulpritType:
+def culprit_type(
+    config: GradLocConfig, omega: float, sequence_ratio: float, block_ratios: Sequence[float]
+) -> CulpritType:
     """What is odd about a culprit. A ratio that is not a number says nothing.
 
     Args:

@@ -1,4 +1,5 @@
-"""GradLoc for any FSDP2 loop: watches the gradient's norm, and names the token behind a spike. Layer 3 of diagnosis (numerical updates).
+"""GradLoc for any FSDP2 loop: watches the gradient's norm, and names the token behind a spike. Layer 3 of diagnosis
+(numerical updates).
 
     after the last backward, before any clip:  report = gradloc.observe(norm, StepData(...))
     where the step was then computed again, or not applied:  gradloc.amend(norm, weight_square) or gradloc.amend()
@@ -57,7 +58,8 @@ class StepSigns:
     smallest_scale: float = 1.0
     """By which the clip is about to scale a block down, the smallest of all."""
     weight_square: float | None = None
-    """Sum of the squared weights of all terms of all ranks; None: `observe` sums it up, and the suspects with it, in one small reduction."""
+    """Sum of the squared weights of all terms of all ranks; None: `observe` sums it up, and the suspects with it, in
+    one small reduction."""
     num_suspects: int = 0
     """Of all ranks; asked for only beside `weight_square`."""
 
@@ -95,7 +97,8 @@ class GradLocReport:
     threshold: float
     """Of the step; NaN before a calibration has one."""
     tau: float
-    """That the search took: with trigger `scale` the lower of tau and what makes the whole step suspicious. NaN before a calibration has one."""
+    """That the search took: with trigger `scale` the lower of tau and what makes the whole step suspicious. NaN before
+    a calibration has one."""
     hits: tuple[GradLocHit, ...]
     """In the order found; only with `located` are they the cause."""
     explained: float
@@ -109,7 +112,15 @@ class GradLocReport:
 class GradLoc:
     """One rank's part; every rank has one and calls it alike."""
 
-    def __init__(self, config: GradLocConfig, model: PolicyModel, loss: TokenLoss, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: GradLocConfig,
+        model: PolicyModel,
+        loss: TokenLoss,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Watch `model`, whose gradients are summed over ranks and come from `loss`.
 
         Args:
@@ -117,7 +128,9 @@ class GradLoc:
         """
         self._config, self._model, self._loss, self._ranks = config, model, loss, ranks
         self._eps = float(torch.finfo(dtype).eps)
-        self._history: deque[float] = deque(maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps)
+        self._history: deque[float] = deque(
+            maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps
+        )
         self._before: tuple[float, ...] = ()
         self._for_suspects, self._for_spikes = SpentPasses(), SpentPasses()
         self._begun = False
@@ -131,7 +144,8 @@ class GradLoc:
         record: BackwardRecord | None = None,
         signs: StepSigns = _NO_SIGNS,
     ) -> GradLocReport | None:
-        """Search the step if its norm asks for it and the passes allow it; None where nothing asks. Collective; after the last backward and before any clip.
+        """Search the step if its norm asks for it and the passes allow it; None where nothing asks. Collective; after
+        the last backward and before any clip.
 
         Args:
             grad_norm: global L2 norm of the step's gradient, the same on all ranks.
@@ -139,18 +153,25 @@ class GradLoc:
             record: of every micro-batch of the step; saves most passes. It is forgotten afterwards.
 
         Raises:
-            UserError: the budget is below the number of micro-batches of the first step; the record lacks a micro-batch; or the model has dropout and the
-                step's random states are not there.
+            UserError: the budget is below the number of micro-batches of the first step; the record lacks a
+                micro-batch; or the model has dropout and the step's random states are not there.
         """
         with nullcontext() if record is None else record.of_step(len(step.micro_batches)):
             return self._observed(grad_norm, step, suspects, record, signs)
 
     def _observed(
-        self, grad_norm: float, step: StepData, suspects: Sequence[TermPlace], record: BackwardRecord | None, signs: StepSigns
+        self,
+        grad_norm: float,
+        step: StepData,
+        suspects: Sequence[TermPlace],
+        record: BackwardRecord | None,
+        signs: StepSigns,
     ) -> GradLocReport | None:
         budget = self._budget(len(step.micro_batches))
         weight_square, num_suspects = (
-            self._shared(step.micro_batches, len(suspects)) if signs.weight_square is None else (signs.weight_square, signs.num_suspects)
+            self._shared(step.micro_batches, len(suspects))
+            if signs.weight_square is None
+            else (signs.weight_square, signs.num_suspects)
         )
         tau = self._tau()
         threshold = math.nan if math.isnan(tau) else set_threshold(tau, weight_square)
@@ -165,7 +186,9 @@ class GradLoc:
             tau = whole if math.isnan(tau) else min(tau, whole)
         limits = SearchLimits(
             tau=tau,  # not asked for while the predicate is "is not finite"
-            budget=min(budget, self._config.suspect_passes - self._for_suspects.total) if trigger == "suspects" else budget,
+            budget=(
+                min(budget, self._config.suspect_passes - self._for_suspects.total) if trigger == "suspects" else budget
+            ),
             max_hits=self._config.max_hits,
             subtract=self._config.subtract,
             suspect_factor=self._config.suspect_factor,
@@ -178,7 +201,8 @@ class GradLoc:
         return replace(report, threshold=threshold)
 
     def amend(self, grad_norm: float | None = None, weight_square: float = 0.0) -> None:
-        """What the last `observe` saw was not applied: the history is as it was before, and learns the norm of the step that was taken instead, if any.
+        """What the last `observe` saw was not applied: the history is as it was before, and learns the norm of the step
+        that was taken instead, if any.
 
         Args:
             grad_norm: of that step.
@@ -191,7 +215,11 @@ class GradLoc:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint needs: the history of norms and of passes."""
-        return {"history": list(self._history), "suspect_passes": self._for_suspects.state(), "spike_passes": self._for_spikes.state()}
+        return {
+            "history": list(self._history),
+            "suspect_passes": self._for_suspects.state(),
+            "spike_passes": self._for_spikes.state(),
+        }
 
     def load_state(self, state: dict[str, list[float]]) -> None:
         """Continue from `state`."""
@@ -211,16 +239,22 @@ class GradLoc:
             return max(DEFAULT_BUDGET, 2 * micro_batches)
         if budget < micro_batches and not self._begun:
             raise UserError(
-                f"got trainer.gradloc.budget_passes = {budget}, and the first step has {micro_batches} micro-batches; a search may take a pass for each: "
-                f"set it to {2 * micro_batches} or more, or raise trainer.micro_batch_tokens"
+                f"got trainer.gradloc.budget_passes = {budget}, and the first step has {micro_batches} micro-batches; a"
+                f" search may take a pass for each: set it to {2 * micro_batches} or more, or raise "
+                "trainer.micro_batch_tokens"
             )
         self._begun = True
         return budget
 
     def _shared(self, micro_batches: Sequence[MicroBatch], num_suspects: int) -> tuple[float, int]:
         """Sum of squared weights and suspects of all ranks, from one small reduction."""
-        square = sum(float(np.dot(np.square(micro.token_weights.astype(np.float64)), micro.loss_mask.sum(axis=1))) for micro in micro_batches)
-        both = self._ranks.sum(torch.tensor([square, float(num_suspects)], dtype=torch.float64, device=self._ranks.device))
+        square = sum(
+            float(np.dot(np.square(micro.token_weights.astype(np.float64)), micro.loss_mask.sum(axis=1)))
+            for micro in micro_batches
+        )
+        both = self._ranks.sum(
+            torch.tensor([square, float(num_suspects)], dtype=torch.float64, device=self._ranks.device)
+        )
         shared = cast(list[float], cast(Any, both).tolist())
         return shared[0], int(shared[1])
 
@@ -228,11 +262,14 @@ class GradLoc:
         threshold = self._config.threshold
         if isinstance(threshold, GivenTau):
             return threshold.tau
-        usual = median(self._history) if len(self._history) >= min(threshold.warmup_steps, threshold.window_steps) else 0.0
+        usual = (
+            median(self._history) if len(self._history) >= min(threshold.warmup_steps, threshold.window_steps) else 0.0
+        )
         return threshold.multiple * usual if usual > 0 else math.nan
 
     def _remember(self, grad_norm: float, weight_square: float) -> None:
-        """Steps without a gradient, as of groups whose rewards are all alike, say nothing of what a step with one usually has."""
+        """Steps without a gradient, as of groups whose rewards are all alike, say nothing of what a step with one
+        usually has."""
         if math.isfinite(grad_norm) and grad_norm > 0 and weight_square > 0:
             self._history.append(grad_norm / math.sqrt(weight_square))
 
@@ -260,11 +297,20 @@ class GradLoc:
         # Norms of gradients do not know where a loss that is not finite comes from.
         only_loss = trigger == "non_finite" and math.isfinite(grad_norm)
         known = None if record is None or only_loss else record.part_norms(len(step.micro_batches))
-        probe = GradientProbe(self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences)
+        probe = GradientProbe(
+            self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences
+        )
         with probe:
             searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
-            found = searched.run(places, known, likely=NO_TERMS if trigger == "non_finite" else likely, only_suspects=trigger == "suspects")
-        forwarded = self._ranks.sum(torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device))
+            found = searched.run(
+                places,
+                known,
+                likely=NO_TERMS if trigger == "non_finite" else likely,
+                only_suspects=trigger == "suspects",
+            )
+        forwarded = self._ranks.sum(
+            torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device)
+        )
         return GradLocReport(
             outcome=found.outcome,
             trigger=trigger,
@@ -278,8 +324,11 @@ class GradLoc:
             seconds=perf_counter() - start,
         )
 
-    def _gathered(self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace], record: BackwardRecord | None) -> tuple[StepTerms, Terms, Terms]:
-        """The table of all ranks' terms, the suspects of all ranks in it, and the likely terms. Suspects without a term are no suspects of a gradient."""
+    def _gathered(
+        self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace], record: BackwardRecord | None
+    ) -> tuple[StepTerms, Terms, Terms]:
+        """The table of all ranks' terms, the suspects of all ranks in it, and the likely terms. Suspects without a term
+        are no suspects of a gradient."""
         terms = rank_terms(micro_batches)
         pulls = None if record is None else record.term_pulls([rows.size for rows in terms.rows])
         mine: tuple[RankTerms, tuple[TermPlace, ...], tuple[Pulls, ...] | None] = (terms, tuple(suspects), pulls)
@@ -291,10 +340,19 @@ class GradLoc:
         chosen = np.zeros(table.position.size, dtype=np.bool_)
         for rank, (_, places, _) in enumerate(all_ranks):
             for place in places:
-                at = (table.micro_batch == place.micro_batch) & (table.rank == rank) & (table.row == place.row) & (table.position == place.position)
+                at = (
+                    (table.micro_batch == place.micro_batch)
+                    & (table.rank == rank)
+                    & (table.row == place.row)
+                    & (table.position == place.position)
+                )
                 chosen |= at
         of_ranks = [pulls for _, _, pulls in all_ranks if pulls is not None]
-        likely = likely_terms(in_order_of_terms(of_ranks), self._config.max_hits) if len(of_ranks) == len(all_ranks) else NO_TERMS
+        likely = (
+            likely_terms(in_order_of_terms(of_ranks), self._config.max_hits)
+            if len(of_ranks) == len(all_ranks)
+            else NO_TERMS
+        )
         return table, np.flatnonzero(chosen), likely
 
 
@@ -307,7 +365,9 @@ def without_terms(micro_batches: Sequence[MicroBatch], hits: Sequence[GradLocHit
     return tuple(replace(micro, loss_mask=mask) for micro, mask in zip(micro_batches, masks, strict=True))
 
 
-def without_trajectories(micro_batches: Sequence[MicroBatch], trajectory_ids: Collection[str]) -> tuple[MicroBatch, ...]:
+def without_trajectories(
+    micro_batches: Sequence[MicroBatch], trajectory_ids: Collection[str]
+) -> tuple[MicroBatch, ...]:
     """The same as if no term of these trajectories had ever been in the loss."""
     result: list[MicroBatch] = []
     for micro in micro_batches:

@@ -1,13 +1,16 @@
 """From a spiking step to the token terms that did it: suspects, micro-batches, ranks, tokens. Layer 3 of diagnosis.
 
-    suspects (one pass) -> terms that pull hardest (one pass each) -> micro-batches over threshold -> their ranks -> their tokens
+    suspects (one pass) -> terms that pull hardest (one pass each) -> micro-batches over threshold -> their ranks
+    -> their tokens
 
 Each hit is confirmed by what the step's gradient is without it.
 
-What it is without a hit is the step's gradient less the hit's. Where the spike is so large that this difference would be mostly rounding, the part of the
-step that held the hit is measured again without it, beside the known norms of the other parts.
+What it is without a hit is the step's gradient less the hit's. Where the spike is so large that this difference would
+be mostly rounding, the part of the step that held the hit is measured again without it, beside the known norms of the
+other parts.
 
-Everything is decided from norms that all ranks share, so all ranks take the same way and run the same passes. It knows no model: a `StepProbe` measures.
+Everything is decided from norms that all ranks share, so all ranks take the same way and run the same passes. It knows
+no model: a `StepProbe` measures.
 """
 
 import math
@@ -33,8 +36,8 @@ class Outcome(StrEnum):
     """What becomes of a step that asks for a search."""
 
     LOCATED = "located"
-    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the squared norm, and what is left is below
-    its threshold."""
+    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the
+    squared norm, and what is left is below its threshold."""
     DIFFUSE = "diffuse"
     """No few tokens dominate."""
     INCONCLUSIVE = "inconclusive"
@@ -166,12 +169,20 @@ class StepSearch:
         self._parts: NDArray[np.float64] | None = None
         """[M, W] norms of the parts without their hits; only where differences could not confirm a hit."""
 
-    def run(self, suspects: Terms, known: NDArray[np.float64] | None = None, *, likely: Terms = NO_TERMS, only_suspects: bool = False) -> SearchResult:
+    def run(
+        self,
+        suspects: Terms,
+        known: NDArray[np.float64] | None = None,
+        *,
+        likely: Terms = NO_TERMS,
+        only_suspects: bool = False,
+    ) -> SearchResult:
         """Search until what is left is below its threshold, nothing is left to search, or the passes end.
 
         Args:
             suspects: terms to try first.
-            known: [M, W] norm of each rank's part of each micro-batch, where somebody has them; saves the passes of two phases.
+            known: [M, W] norm of each rank's part of each micro-batch, where somebody has them; saves the passes of two
+                phases.
             likely: terms in any order, to try next, one by one as they stand, as long as each of them is a hit.
             only_suspects: stop after the suspects.
         """
@@ -187,7 +198,9 @@ class StepSearch:
                 self._search_micro_batches(known if self._parts is None else self._parts)
         if math.isfinite(self._left):
             self._drop_needless_hits()
-        return SearchResult(outcome=self._outcome(), hits=tuple(self._hits.items()), passes=self._budget.used, explained=self._explained)
+        return SearchResult(
+            outcome=self._outcome(), hits=tuple(self._hits.items()), passes=self._budget.used, explained=self._explained
+        )
 
     @property
     def _error(self) -> float:
@@ -201,7 +214,9 @@ class StepSearch:
         return not math.isfinite(norm) if self._non_finite else not norm <= self._threshold(terms, factor)
 
     def _tree(self, leaves: _Leaves, root_norm: float, factor: float = 1.0) -> TreeSearch:
-        predicate = Predicate(threshold=lambda segment: self._threshold(leaves.of(segment), factor), non_finite=self._non_finite)
+        predicate = Predicate(
+            threshold=lambda segment: self._threshold(leaves.of(segment), factor), non_finite=self._non_finite
+        )
         subtracts = self._limits.subtract and self._probe.additive
         return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None, root_norm)
 
@@ -249,7 +264,9 @@ class StepSearch:
         over = self._over if known is None else self._over_somewhere(known)
         firing = [m for m, norm in enumerate(norms) if over(m, norm)]
         self._budget.reserved = 1  # a hit is worth little unless it is confirmed
-        for micro_batch in sorted(firing, key=lambda m: (math.isfinite(norms[m]), -norms[m] if math.isfinite(norms[m]) else 0.0)):
+        for micro_batch in sorted(
+            firing, key=lambda m: (math.isfinite(norms[m]), -norms[m] if math.isfinite(norms[m]) else 0.0)
+        ):
             self._search_ranks(micro_batch, norms[micro_batch], known)
             if self._stopped:
                 return
@@ -259,7 +276,10 @@ class StepSearch:
 
     def _over_somewhere(self, known: NDArray[np.float64]) -> Callable[[int, float], bool]:
         def over(micro_batch: int, norm: float) -> bool:
-            return any(self._fires(float(known[micro_batch, rank]), self._table.of(micro_batch, rank)) for rank in range(self._table.world))
+            return any(
+                self._fires(float(known[micro_batch, rank]), self._table.of(micro_batch, rank))
+                for rank in range(self._table.world)
+            )
 
         return over
 
@@ -267,7 +287,9 @@ class StepSearch:
         parts = [self._table.of(micro_batch, rank) for rank in range(self._table.world)]
         if known is not None:
             of_ranks = [float(known[micro_batch, rank]) for rank in range(self._table.world)]
-            firing = [(rank, rank_norm) for rank, rank_norm in enumerate(of_ranks) if self._fires(rank_norm, parts[rank])]
+            firing = [
+                (rank, rank_norm) for rank, rank_norm in enumerate(of_ranks) if self._fires(rank_norm, parts[rank])
+            ]
             found = sorted(firing, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)
         else:
             found = [(0, norm)] if self._table.world == 1 else None
@@ -313,7 +335,8 @@ class StepSearch:
             self._left = high
 
     def _without_hits(self, term: int) -> tuple[float, float, float] | None:
-        """The step's norm without all hits, of which `term` is the newest: at least, supposedly, at most; None where the budget has no pass for it."""
+        """The step's norm without all hits, of which `term` is the newest: at least, supposedly, at most; None where
+        the budget has no pass for it."""
         part = int(self._table.micro_batch[term]), int(self._table.rank[term])
         hits = np.array(sorted(self._hits), dtype=np.int64)
         asked = hits if self._parts is None else np.setdiff1d(self._table.of(*part), hits)
@@ -329,7 +352,8 @@ class StepSearch:
         return 2.0 * largest - together, together, together
 
     def _drop_needless_hits(self) -> None:
-        """A term over its own threshold is no cause where the step would be below its threshold, and half of its norm explained, with it as well."""
+        """A term over its own threshold is no cause where the step would be below its threshold, and half of its norm
+        explained, with it as well."""
         for term, norm in sorted(self._hits.items(), key=lambda hit: hit[1])[:-1]:
             with_it = self._left + norm
             explained = 1.0 - (with_it / self._step_norm) ** 2
@@ -340,9 +364,13 @@ class StepSearch:
             self._left, self._explained = with_it, explained
 
     def _outcome(self) -> Outcome:
-        few = 0 < len(self._hits) <= self._limits.max_hits and (len(self._hits) == 1 or 2 * len(self._hits) <= self._table.position.size)
+        few = 0 < len(self._hits) <= self._limits.max_hits and (
+            len(self._hits) == 1 or 2 * len(self._hits) <= self._table.position.size
+        )
         # What is finite in sum is finite in every part, so a finished search for what is not has seen every culprit.
-        finished = not self._budget.refused and (self._non_finite or (self._explained >= EXPLAINED and not self._rest_fires))
+        finished = not self._budget.refused and (
+            self._non_finite or (self._explained >= EXPLAINED and not self._rest_fires)
+        )
         sufficient = math.isfinite(self._left) or finished
         if few and sufficient:
             return Outcome.LOCATED

@@ -1,4 +1,5 @@
-"""Passes that one kind of trigger has cost lately, so that a run that asks for a search in every step does not pay for one in every step. Plain Python."""
+"""Passes that one kind of trigger has cost lately, so that a run that asks for a search in every step does not pay for
+one in every step. Plain Python."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -1,10 +1,14 @@
-"""The depth-first search of a binary segment tree for all leaves over a threshold. Layer 3 of diagnosis. It knows no gradient, no token and no rank.
+"""The depth-first search of a binary segment tree for all leaves over a threshold. Layer 3 of diagnosis. It knows no
+gradient, no token and no rank.
 
-    pop a segment -> norms of both halves -> leaves over the threshold are hits; halves over it are pushed, the larger one last
+    pop a segment -> norms of both halves -> leaves over the threshold are hits; halves over it are pushed, the larger
+    one last
 
-A half that is in doubt, or not measured yet, waits until its sibling has been searched: a hit there often ends the search, and then nobody asks.
+A half that is in doubt, or not measured yet, waits until its sibling has been searched: a hit there often ends the
+search, and then nobody asks.
 
-Which half is next follows from norms alone, so ranks that see the same norms take the same way. Source: GradLoc (Huang et al., 2026), token level.
+Which half is next follows from norms alone, so ranks that see the same norms take the same way. Source: GradLoc (Huang
+et al., 2026), token level.
 """
 
 import math
@@ -47,7 +51,8 @@ class Probe(Protocol):
 
 
 class Subtraction(Protocol):
-    """Gradients that are additive: the sibling's is what the child leaves of the parent's. One held gradient is all it may cost."""
+    """Gradients that are additive: the sibling's is what the child leaves of the parent's. One held gradient is all it
+    may cost."""
 
     @property
     def eps(self) -> float:
@@ -125,12 +130,20 @@ class TreeSearch:
     """One search over `num_leaves` leaves; the root counts as suspicious and is not measured."""
 
     def __init__(
-        self, probe: Probe, predicate: Predicate, num_leaves: int, budget: PassBudget, subtraction: Subtraction | None = None, root_norm: float = math.nan
+        self,
+        probe: Probe,
+        predicate: Predicate,
+        num_leaves: int,
+        budget: PassBudget,
+        subtraction: Subtraction | None = None,
+        root_norm: float = math.nan,
     ) -> None:
-        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never subtracts.
+        """A subtraction saves one pass a split; None measures both halves. A search for what is not finite never
+        subtracts.
 
         Args:
-            root_norm: of the root, where it is known: of two halves of which one is small the other then need not be measured.
+            root_norm: of the root, where it is known: of two halves of which one is small the other then need not be
+                measured.
         """
         self._probe, self._predicate, self._budget = probe, predicate, budget
         self._subtraction = None if predicate.non_finite else subtraction
@@ -147,7 +160,8 @@ class TreeSearch:
         """Leaves whose own norm is known."""
 
     def hits(self) -> Iterator[Hit]:
-        """Leaves over the threshold, as they are found; between two of them the caller may do as it likes with the probe."""
+        """Leaves over the threshold, as they are found; between two of them the caller may do as it likes with the
+        probe."""
         while self._stack:
             parent = self._stack.pop()
             segment = parent.segment
@@ -201,8 +215,11 @@ class TreeSearch:
             return None
         return _Measured(left, self._probe.norm(left)), _Measured(right, self._probe.norm(right))
 
-    def _split_by_left(self, held: Subtraction, parent: _Measured, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
-        """Where the left half is suspicious the right one can wait; where it is not, the right one has at least what the left leaves of the parent's norm."""
+    def _split_by_left(
+        self, held: Subtraction, parent: _Measured, left: Segment, right: Segment
+    ) -> tuple[_Measured, _Measured] | None:
+        """Where the left half is suspicious the right one can wait; where it is not, the right one has at least what
+        the left leaves of the parent's norm."""
         if not self._budget.spend(self._probe.cost(left)):
             return None
         first = self._probe.norm(left)
@@ -217,7 +234,8 @@ class TreeSearch:
         return _Measured(left, first), _Measured(right, self._probe.norm(right))
 
     def _split_non_finite(self, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
-        """A sum of finite parts is finite: where the left half is, the right one need not be measured unless it is a leaf."""
+        """A sum of finite parts is finite: where the left half is, the right one need not be measured unless it is a
+        leaf."""
         if not self._budget.spend(self._probe.cost(left)):
             return None
         first = self._probe.norm(left)
@@ -227,7 +245,9 @@ class TreeSearch:
             return None
         return _Measured(left, first), _Measured(right, self._probe.norm(right))
 
-    def _split_by_subtraction(self, held: Subtraction, parent: Segment, left: Segment, right: Segment) -> tuple[_Measured, _Measured] | None:
+    def _split_by_subtraction(
+        self, held: Subtraction, parent: Segment, left: Segment, right: Segment
+    ) -> tuple[_Measured, _Measured] | None:
         if not self._budget.spend(self._probe.cost(left)):
             return None
         held.hold(parent)
@@ -236,7 +256,8 @@ class TreeSearch:
         # |parent| is at most the sum of its parts.
         inherited = self._held_error[1] if self._held_error is not None and self._held_error[0] == parent else 0.0
         self._pair_error = inherited + KAPPA * held.eps * (first + rest)
-        # Only where the error could change the answer is the sibling measured for itself, and at once only where the search could not go on without it.
+        # Only where the error could change the answer is the sibling measured for itself, and at once only where the
+        # search could not go on without it.
         if not abs(rest - self._predicate.threshold(right)) > self._pair_error:
             if self._predicate.fires(first, left):
                 return _Measured(left, first), _Measured(right, rest, sure=False)

@@ -1,7 +1,9 @@
-"""Importance weights of the loss's tokens, one preset a config type. Torch, on flat tensors over the N loss tokens of a micro-batch.
+"""Importance weights of the loss's tokens, one preset a config type. Torch, on flat tensors over the N loss tokens of a
+micro-batch.
 
-It owns what a preset means: bounds are ratios, compared in log space (e^d is monotone, so an asymmetric band accepts what its numbers say, and nothing
-overflows on the way). No weight is ever raised to a lower bound. It must never know which policies the log-ratio compares, nor the surrogate it multiplies.
+It owns what a preset means: bounds are ratios, compared in log space (e^d is monotone, so an asymmetric band accepts
+what its numbers say, and nothing overflows on the way). No weight is ever raised to a lower bound. It must never know
+which policies the log-ratio compares, nor the surrogate it multiplies.
 """
 
 import math
@@ -49,15 +51,18 @@ class CorrectionInputs:
 
 
 def correction_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Tensor:
-    """The weight that multiplies each token's loss term: [N], without a graph, float32 (float64 for a float64 log-ratio).
+    """The weight that multiplies each token's loss term: [N], without a graph, float32 (float64 for a float64
+    log-ratio).
 
-    A sequence's quantities run over its loss tokens in this micro-batch, so a row must be whole. `none` and `opsm` without a veto do not read the log-ratio.
+    A sequence's quantities run over its loss tokens in this micro-batch, so a row must be whole. `none` and `opsm`
+    without a veto do not read the log-ratio.
 
     Raises:
         ValueError: a loss token has a log-ratio (`opsm`: old - now) that is not finite; the message says how many.
         UserError: a `decoupled` weight without a cap exceeds the float range.
 
-    Source: tis, https://fengyao.notion.site/off-policy-rl; icepop, Ring-1T (arXiv 2510.18855); opsm, DeepSeek-V3.2 (arXiv 2512.02556);
+    Source: tis, https://fengyao.notion.site/off-policy-rl; icepop, Ring-1T (arXiv 2510.18855); opsm, DeepSeek-V3.2
+    (arXiv 2512.02556);
     decoupled, arXiv 2110.00641 and AReaL (arXiv 2505.24298).
     """
     with torch.no_grad():
@@ -99,8 +104,8 @@ def _decoupled(config: DecoupledConfig, log_ratio: Tensor) -> Tensor:
     beyond = int(torch.isinf(weights).sum().item())
     if beyond:
         raise UserError(
-            f"got a log-ratio of {float(log_ratio.max().item()):g} with correction decoupled: {beyond} of {weights.numel()} weights exceed "
-            f"{weights.dtype}; set consistency.correction.cap"
+            f"got a log-ratio of {float(log_ratio.max().item()):g} with correction decoupled: {beyond} of "
+            f"{weights.numel()} weights exceed {weights.dtype}; set consistency.correction.cap"
         )
     return weights
 
@@ -139,7 +144,10 @@ def _finite(name: str, values: Tensor) -> Tensor:
     wide = _compute(values)
     bad = int((~torch.isfinite(wide)).sum().item())
     if bad:
-        raise ValueError(f"{bad} of {wide.numel()} loss tokens have a {name} that is not finite; expected nats: take these tokens out of the loss")
+        raise ValueError(
+            f"{bad} of {wide.numel()} loss tokens have a {name} that is not finite; expected nats: take these tokens "
+            "out of the loss"
+        )
     return wide
 
 

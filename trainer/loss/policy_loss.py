@@ -1,4 +1,5 @@
-"""The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no rank and no optimizer."""
+"""The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no
+rank and no optimizer."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -28,10 +29,19 @@ from trainer.types.step import MicroBatch, OldLogprobSource
 
 SUMS = (
     *("loss", "tokens", "entropy", "clipped_low", "clipped_high", "approx_kl", "logprob_difference", "reference_kl"),
-    *("rollout_difference", "engine_difference", "weight", "weight_squared", "weight_zero", "reference_k1", "reference_k3"),
+    *(
+        "rollout_difference",
+        "engine_difference",
+        "weight",
+        "weight_squared",
+        "weight_zero",
+        "reference_k1",
+        "reference_k3",
+    ),
     *RATIO_SUMS,
 )
-"""What a micro-batch adds to the step's report, in the order of the sums vector; all but the first are unweighted sums over tokens."""
+"""What a micro-batch adds to the step's report, in the order of the sums vector; all but the first are unweighted sums
+over tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +101,9 @@ _WEIGHTING = (TisConfig, IcePopConfig, MisTokenConfig, MisSequenceConfig)
 class PolicyLoss:
     """Importance weight x surrogate + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
 
-    def __init__(self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None, correction: CorrectionConfig) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None, correction: CorrectionConfig
+    ) -> None:
         self._config, self._algorithm, self._reference = config, algorithm, reference
         self._correction = correction
         self._corrects = not isinstance(correction, NoCorrection) or correction.veto is not None
@@ -99,10 +111,17 @@ class PolicyLoss:
     @property
     def couples_tokens(self) -> bool:
         """Whether a token's importance weight depends on the other loss tokens of its sequence."""
-        return self._correction.veto is not None or isinstance(self._correction, (MisSequenceConfig, SeqClipConfig, GeoRsConfig, OpsmConfig))
+        return self._correction.veto is not None or isinstance(
+            self._correction, (MisSequenceConfig, SeqClipConfig, GeoRsConfig, OpsmConfig)
+        )
 
     def __call__(
-        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+        self,
+        model: PolicyModel,
+        tokens: LossTokens,
+        temperature: float,
+        source: OldLogprobSource,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The scalar loss of this micro-batch with its graph, and the float64 vector of `SUMS` without.
 
@@ -112,10 +131,17 @@ class PolicyLoss:
         logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
         importance, proximal = self._importance(logprobs, tokens, source)
         if only is not None:
-            logprobs, entropies, tokens, proximal = logprobs[only], entropies[only], tokens.only(only), proximal.only(only)
+            logprobs, entropies, tokens, proximal = (
+                logprobs[only],
+                entropies[only],
+                tokens.only(only),
+                proximal.only(only),
+            )
             importance = None if importance is None else importance[only]
         surrogate = self._algorithm.loss(logprobs, proximal)
-        surrogate, importance = (surrogate, torch.ones_like(logprobs)) if importance is None else (importance * surrogate, importance)
+        surrogate, importance = (
+            (surrogate, torch.ones_like(logprobs)) if importance is None else (importance * surrogate, importance)
+        )
         terms, reference_kl, reference = surrogate, torch.zeros_like(logprobs), None
         if self._reference is not None:
             with torch.no_grad():
@@ -128,15 +154,19 @@ class PolicyLoss:
         with torch.no_grad():
             return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens, reference)
 
-    def _importance(self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource) -> tuple[Tensor | None, LossTokens]:
-        """[N] importance weights, None where all are 1; and the tokens with the log-probs that the surrogate starts from."""
+    def _importance(
+        self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource
+    ) -> tuple[Tensor | None, LossTokens]:
+        """[N] importance weights, None where all are 1; and the tokens with the log-probs that the surrogate starts
+        from."""
         if not self._corrects:
             return None, tokens
         # Where a log-prob is not finite the loss is not either, and the step is skipped: its weight does not matter.
         now = torch.where(torch.isfinite(logprobs.detach()), logprobs.detach(), tokens.rollout_logprobs)
         decoupled, recomputed = isinstance(self._correction, DecoupledConfig), source is OldLogprobSource.RECOMPUTED
-        # Beside the ratio pi_now / pi_old of the surrogate, the weight is what remains of pi_now / pi_rollout, so that the whole enters once: the engine's part
-        # where old log-probs were recomputed; all of it where the surrogate starts from pi_now.
+        # Beside the ratio pi_now / pi_old of the surrogate, the weight is what remains of pi_now / pi_rollout, so that
+        # the whole enters once: the engine's part where old log-probs were recomputed; all of it where the surrogate
+        # starts from pi_now.
         log_ratio = (tokens.old_logprobs if recomputed and not decoupled else now) - tokens.rollout_logprobs
         from_now = decoupled or (not recomputed and isinstance(self._correction, _WEIGHTING))
         inputs = CorrectionInputs(
@@ -150,16 +180,45 @@ class PolicyLoss:
         return importance, replace(tokens, old_logprobs=now) if from_now else tokens
 
     def _sums(
-        self, loss: Tensor, logprobs: Tensor, entropies: Tensor, reference_kl: Tensor, importance: Tensor, tokens: LossTokens, reference: Tensor | None
+        self,
+        loss: Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        reference_kl: Tensor,
+        importance: Tensor,
+        tokens: LossTokens,
+        reference: Tensor | None,
     ) -> Tensor:
         difference = logprobs.detach() - tokens.old_logprobs
-        ratio, total, engine = torch.exp(difference), logprobs.detach() - tokens.rollout_logprobs, tokens.old_logprobs - tokens.rollout_logprobs
-        from_reference = [torch.zeros_like(ratio) if reference is None else kl_estimate(logprobs, reference, estimator) for estimator in ("k1", "k3")]
+        ratio, total, engine = (
+            torch.exp(difference),
+            logprobs.detach() - tokens.rollout_logprobs,
+            tokens.old_logprobs - tokens.rollout_logprobs,
+        )
+        from_reference = [
+            torch.zeros_like(ratio) if reference is None else kl_estimate(logprobs, reference, estimator)
+            for estimator in ("k1", "k3")
+        ]
         low = (ratio < 1.0 - self._config.clip_low) & (tokens.advantages < 0)
         high = (ratio > 1.0 + self._config.clip_high) & (tokens.advantages > 0)
         columns = (
-            *(torch.ones_like(ratio), entropies, low.to(ratio.dtype), high.to(ratio.dtype), ratio - 1.0 - difference, difference.abs(), reference_kl),
-            *(total.abs(), engine.abs(), importance, importance.square(), (importance == 0).to(ratio.dtype), *from_reference),
+            *(
+                torch.ones_like(ratio),
+                entropies,
+                low.to(ratio.dtype),
+                high.to(ratio.dtype),
+                ratio - 1.0 - difference,
+                difference.abs(),
+                reference_kl,
+            ),
+            *(
+                total.abs(),
+                engine.abs(),
+                importance,
+                importance.square(),
+                (importance == 0).to(ratio.dtype),
+                *from_reference,
+            ),
         )
         sums = torch.stack(columns).detach().double().sum(dim=1)
         return torch.cat((loss.detach().reshape(1).double(), sums, ratio_sums((total, engine, difference))))
@@ -168,10 +227,11 @@ class PolicyLoss:
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
     """[N] estimates of KL(policy || reference) from sampled tokens: k1 = log(p/q), k3 = q/p - 1 - log(q/p).
 
-    In the loss each is multiplied by the importance ratio p / p_old. Without it the gradient of k1 averages to nothing, and that of k3 is the
-    gradient of the reversed KL; with it both are unbiased, on and off policy.
+    In the loss each is multiplied by the importance ratio p / p_old. Without it the gradient of k1 averages to nothing,
+    and that of k3 is the gradient of the reversed KL; with it both are unbiased, on and off policy.
 
-    Source: http://joschu.net/blog/kl-approx.html; the ratio as in DeepSeek-V3.2 (arXiv 2512.02556, unbiased KL estimate).
+    Source: http://joschu.net/blog/kl-approx.html; the ratio as in DeepSeek-V3.2 (arXiv 2512.02556, unbiased KL
+    estimate).
     """
     log_ratio = reference - logprobs
     if estimator == "k1":

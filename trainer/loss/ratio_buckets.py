@@ -9,9 +9,12 @@ from trainer.types.histograms import LOG_RATIO_EDGES, BucketCounts
 from trainer.types.step import OldLogprobSource
 
 PARTS = ("total", "engine", "stale")
-"""log pi_now - rollout, old - rollout and log pi_now - old; the last two split the first where old log-probs were recomputed."""
+"""log pi_now - rollout, old - rollout and log pi_now - old; the last two split the first where old log-probs were
+recomputed."""
 _BUCKETS = len(LOG_RATIO_EDGES) + 1
-RATIO_SUMS: tuple[str, ...] = tuple(f"log_ratio_{part}_{entry}" for part in PARTS for entry in (*range(_BUCKETS), "sum"))
+RATIO_SUMS: tuple[str, ...] = tuple(
+    f"log_ratio_{part}_{entry}" for part in PARTS for entry in (*range(_BUCKETS), "sum")
+)
 
 
 def ratio_sums(parts: Sequence[Tensor]) -> Tensor:
@@ -28,5 +31,12 @@ def log_ratios(sums: Mapping[str, float], source: OldLogprobSource) -> tuple[tup
     """The distribution of each part that is known with old log-probs of this source."""
     known = PARTS if source is OldLogprobSource.RECOMPUTED else ("total",)
     return tuple(
-        (part, BucketCounts(tuple(int(sums[f"log_ratio_{part}_{bucket}"]) for bucket in range(_BUCKETS)), sums[f"log_ratio_{part}_sum"])) for part in known
+        (
+            part,
+            BucketCounts(
+                tuple(int(sums[f"log_ratio_{part}_{bucket}"]) for bucket in range(_BUCKETS)),
+                sums[f"log_ratio_{part}_sum"],
+            ),
+        )
+        for part in known
     )

@@ -19,7 +19,8 @@ _torch: Any = torch
 """For the foreach functions, which torch itself calls private."""
 
 EMBEDDINGS, HEAD, TIED = "embeddings", "head", "embeddings_and_head"
-"""Names of what is outside the transformer blocks: before them, behind them (final norm included), or all of it where the two share a weight."""
+"""Names of what is outside the transformer blocks: before them, behind them (final norm included), or all of it where
+the two share a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,8 +64,9 @@ def gradients_of(blocks: Sequence[Block]) -> list[list[Tensor]]:
 def block_norms(tensors: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[float, ...]:
     """[blocks] L2 norm of all tensors of each block. Collective: one reduction for all blocks that are sharded alike.
 
-    Sums run over the ranks that hold different parts of a tensor, and over no others: what is replicated, wholly or along one dimension of an HSDP mesh, counts
-    once. Squares are summed in float64 and in a fixed order, so that the result is the same on all ranks and, up to rounding, for any number of them.
+    Sums run over the ranks that hold different parts of a tensor, and over no others: what is replicated, wholly or
+    along one dimension of an HSDP mesh, counts once. Squares are summed in float64 and in a fixed order, so that the
+    result is the same on all ranks and, up to rounding, for any number of them.
 
     Args:
         device: of the ranks' tensors; a block without a tensor has norm 0.
@@ -93,12 +95,16 @@ def num_replicas(parameter: nn.Parameter, world: int) -> int:
     if not isinstance(parameter, DTensor):
         return world
     mesh: Any = parameter.device_mesh
-    shards = math.prod(mesh.size(dimension) for dimension, placement in enumerate(parameter.placements) if placement.is_shard())
+    shards = math.prod(
+        mesh.size(dimension) for dimension, placement in enumerate(parameter.placements) if placement.is_shard()
+    )
     return world // shards
 
 
 def _new(module: nn.Module, taken: set[int]) -> tuple[nn.Parameter, ...]:
-    found = tuple(parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in taken)
+    found = tuple(
+        parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in taken
+    )
     taken.update(id(parameter) for parameter in module.parameters())
     return found
 
@@ -111,7 +117,9 @@ def _shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     groups: list[dist.ProcessGroup] = []
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise ConcordError("got a tensor whose ranks hold summands, expected shards; reduce it before its norm is asked for")
+            raise ConcordError(
+                "got a tensor whose ranks hold summands, expected shards; reduce it before its norm is asked for"
+            )
         if placement.is_shard() and mesh.size(dimension) > 1:
             groups.append(mesh.get_group(dimension))
     return tuple(groups)

@@ -1,4 +1,5 @@
-"""A model directory becomes a sharded model: built on the meta device, sharded, then filled tensor by tensor. No rank ever holds the whole model."""
+"""A model directory becomes a sharded model: built on the meta device, sharded, then filled tensor by tensor. No rank
+ever holds the whole model."""
 
 import re
 from contextlib import ExitStack
@@ -21,7 +22,9 @@ from trainer.model.tensor_layout import TensorLayout, TensorSource, modules_of, 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_policy(model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen: bool = False) -> tuple[PolicyModel, TensorLayout]:
+def load_policy(
+    model_dir: Path, config: TrainerConfig, ranks: Ranks, *, frozen: bool = False
+) -> tuple[PolicyModel, TensorLayout]:
     """The model of `model_dir` with float32 parameters, sharded over the ranks, without dropout. Collective.
 
     Args:
@@ -55,7 +58,10 @@ def meta_model(model_dir: Path) -> nn.Module:
     """
     with boundary(UserError, f"cannot build the model of {model_dir}"), torch.device("meta"):
         config: Any = cast(Any, AutoConfig).from_pretrained(model_dir, local_files_only=True)
-        return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+        return cast(
+            nn.Module,
+            cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="sdpa"),
+        )
 
 
 def rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
@@ -66,18 +72,26 @@ def rebuild_transient_buffers(model: nn.Module, architecture: str) -> None:
     """
     for path, module in modules_of(model):
         buffers = dict(module.named_buffers(recurse=False))
-        empty = {name: _without_values(buffers[name]) for name in transient_buffers(module) if name in buffers and buffers[name].is_meta}
+        empty = {
+            name: _without_values(buffers[name])
+            for name in transient_buffers(module)
+            if name in buffers and buffers[name].is_meta
+        }
         for name, buffer in empty.items():
             module.register_buffer(name, buffer, persistent=False)
         if empty:
             cast(Any, model)._init_weights(module)
         for name, buffer in empty.items():
             if _lacks_values(buffer):
-                raise UserError(f"{architecture}: buffer {path}.{name} is in no checkpoint and nothing initialises it; use another architecture")
+                raise UserError(
+                    f"{architecture}: buffer {path}.{name} is in no checkpoint and nothing initialises it; use another "
+                    "architecture"
+                )
 
 
 def _without_values(buffer: Tensor) -> Tensor:
-    """A buffer on CPU that shows whether it was written; a boolean one cannot show it, so it counts as never written."""
+    """A buffer on CPU that shows whether it was written; a boolean one cannot show it, so it counts as never
+    written."""
     mark = float("nan") if buffer.is_floating_point() else buffer.dtype == torch.bool or torch.iinfo(buffer.dtype).min
     return torch.full(buffer.shape, mark, dtype=buffer.dtype)
 
@@ -93,14 +107,19 @@ def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Rank
     sources, unknown = layout.sources(files)
     refuse_mismatch(model, model_dir, set(sources), unknown)
     with ExitStack() as stack:
-        opened = {path: cast(Any, stack.enter_context(safe_open(path, framework="pt"))) for path in {path for path, _ in files.values()}}
+        opened = {
+            path: cast(Any, stack.enter_context(safe_open(path, framework="pt")))
+            for path in {path for path, _ in files.values()}
+        }
         handles = {name: (opened[path], span) for name, (path, span) in files.items()}
         state: dict[str, Tensor] = {}
         filled: dict[int, nn.Parameter] = {}
         for name, tensor in list(stored_tensors(model.causal_lm)):
             with boundary(UserError, f"cannot load {name} from {model_dir}"):
                 values = _read(name, tensor, sources[name], layout, handles, ranks)
-            state[name] = nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            state[name] = (
+                nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            )
             if isinstance(tensor, nn.Parameter):
                 filled[id(tensor)] = cast(nn.Parameter, state[name])
     for name, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
@@ -108,11 +127,21 @@ def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Rank
     model.causal_lm.load_state_dict(state, strict=True, assign=True)
 
 
-def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout, handles: dict[str, tuple[Any, TensorSpan]], ranks: Ranks) -> Tensor:
+def _read(
+    name: str,
+    tensor: Tensor,
+    source: TensorSource,
+    layout: TensorLayout,
+    handles: dict[str, tuple[Any, TensorSpan]],
+    ranks: Ranks,
+) -> Tensor:
     """This rank's rows of one tensor of the model, float32, as the kind of tensor that it replaces."""
     shape = tuple(tensor.shape)
     if not source.patterns and (stored := handles[source.names[0]][1].shape) != shape:
-        raise UserError(f"{name} has shape {stored}, expected {shape} by config.json; the config and the weights belong to different models")
+        raise UserError(
+            f"{name} has shape {stored}, expected {shape} by config.json; the config and the weights belong to "
+            "different models"
+        )
     if not isinstance(tensor, DTensor):
         return layout.assemble(name, source, lambda stored: handles[stored][0].get_tensor(stored)).to(tensor.dtype)
     rows = -(-shape[0] // ranks.world)
@@ -125,7 +154,9 @@ def _read(name: str, tensor: Tensor, source: TensorSource, layout: TensorLayout,
     else:
         local = handles[source.names[0]][0].get_slice(source.names[0])[start:end]
     local = local.to(device=ranks.device, dtype=torch.float32, copy=True).contiguous()
-    return DTensor.from_local(local, ranks.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, ranks.mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknown: tuple[str, ...]) -> None:
@@ -141,12 +172,17 @@ def refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknow
     wanted = {name for name, _ in stored_tensors(model.causal_lm)}
     missing = sorted(wanted - found)
     if missing:
-        raise UserError(f"{model_dir} lacks {len(missing)} tensors of {model.architecture} (first {missing[0]}); copy or save the model again")
+        raise UserError(
+            f"{model_dir} lacks {len(missing)} tensors of {model.architecture} (first {missing[0]}); copy or save the "
+            "model again"
+        )
     ignored = [str(pattern) for pattern in cast(Any, model.causal_lm)._keys_to_ignore_on_load_unexpected or ()]
     strange = [name for name in unknown if not name.endswith("rotary_emb.inv_freq") and not _matches(name, ignored)]
     if strange:
         first = f"{len(strange)} tensors that {model.architecture} does not know (first {strange[0]})"
-        raise UserError(f"{model_dir} holds {first}; config.json and weights belong to different models: copy the model again")
+        raise UserError(
+            f"{model_dir} holds {first}; config.json and weights belong to different models: copy the model again"
+        )
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

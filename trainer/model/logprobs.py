@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of chosen tokens from hidden states, without ever holding [N, V] logits.
 
-Forward and backward walk the tokens in chunks; backward computes a chunk's logits again. All of it is float32 (float64 for float64 inputs).
-This module knows no model and no batch.
+Forward and backward walk the tokens in chunks; backward computes a chunk's logits again. All of it is float32 (float64
+for float64 inputs). This module knows no model and no batch.
 """
 
 from typing import Any
@@ -11,10 +11,18 @@ from torch import Tensor
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """(hidden [N, H], weight [V, H], targets [N]) -> (log-prob [N], entropy [N]) of softmax(hidden weight^T / temperature)."""
+    """(hidden [N, H], weight [V, H], targets [N]) -> (log-prob [N], entropy [N]) of softmax(hidden weight^T /
+    temperature)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
         compute = _compute_dtype(hidden)
         head = weight.to(compute)
         logprobs = torch.empty(targets.shape, dtype=compute, device=hidden.device)
@@ -62,7 +70,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return hidden_grad, head_grad.to(weight.dtype), None, None, None
 
 
-def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its whole distribution, in nats, at `temperature`.
 
     Args:
@@ -87,14 +97,20 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _logit_slopes(log_softmax: Tensor, targets: Tensor, logprob_grad: Tensor | None, entropy_grad: Tensor | None, entropies: Tensor) -> Tensor:
+def _logit_slopes(
+    log_softmax: Tensor, targets: Tensor, logprob_grad: Tensor | None, entropy_grad: Tensor | None, entropies: Tensor
+) -> Tensor:
     """[n, V] d(loss)/d(logit / temperature): d logp_t / d z_j = [j = t] - p_j and dH / d z_j = -p_j (log p_j + H)."""
     probabilities = torch.exp(log_softmax)
     if entropy_grad is None:
         assert logprob_grad is not None
         slopes = probabilities.mul_(-logprob_grad[:, None])
     else:
-        factor = (log_softmax + entropies[:, None]).clamp_min_(torch.finfo(log_softmax.dtype).min).mul_(entropy_grad[:, None])
+        factor = (
+            (log_softmax + entropies[:, None])
+            .clamp_min_(torch.finfo(log_softmax.dtype).min)
+            .mul_(entropy_grad[:, None])
+        )
         if logprob_grad is not None:
             factor += logprob_grad[:, None]
         slopes = probabilities.mul_(factor).neg_()

@@ -38,7 +38,10 @@ def check_model_dir(path: Path) -> ModelFacts:
     """
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise UserError(f"model directory {path} {what}; give a local directory with a Hugging Face causal LM (`concord tiny OUT` makes a small one)")
+        raise UserError(
+            f"model directory {path} {what}; give a local directory with a Hugging Face causal LM (`concord tiny OUT` "
+            "makes a small one)"
+        )
     config = _read_object(path / "config.json", "save the model with `save_pretrained`")
     text = config.get("text_config")
     inner = config | cast(dict[str, object], text) if isinstance(text, dict) else config
@@ -49,7 +52,8 @@ def check_model_dir(path: Path) -> ModelFacts:
     if tokenizer_size > vocab_size:
         raise UserError(
             f"the tokenizer of {path} has ids up to {tokenizer_size - 1} but the embedding has {vocab_size} rows; "
-            f"resize the model (`model.resize_token_embeddings({tokenizer_size})`) and save it again, or use the model's own tokenizer"
+            f"resize the model (`model.resize_token_embeddings({tokenizer_size})`) and save it again, or use the "
+            "model's own tokenizer"
         )
     spans = [span for file in weight_files(path) for span in tensor_spans(file)]
     architectures = cast(list[str], config.get("architectures") or [str(config.get("model_type", "unknown"))])

@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM as the trainer sees it: token rows in, log-probs of chosen positions out. It knows no loss and no rank."""
+"""A Hugging Face causal LM as the trainer sees it: token rows in, log-probs of chosen positions out. It knows no loss
+and no rank."""
 
 from typing import Any, cast
 
@@ -32,7 +33,9 @@ class PolicyModel(nn.Module):
         """Class name of the wrapped model."""
         return type(self.causal_lm).__name__
 
-    def forward(self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, [N] each, of `targets` [N] predicted from flat `positions` [N] of `token_ids` [B, T].
 
         Rows are right-padded without a mask: attention is causal, so real tokens see only real tokens.
@@ -42,7 +45,8 @@ class PolicyModel(nn.Module):
         return chunked_logprobs(chosen, self._head_weight(), targets, temperature, self.chunk_tokens)
 
     def head_gap(self, token_ids: Tensor) -> Tensor:
-        """Largest |difference| in nats between this module's logits and the model's own, over `token_ids` [1, T] and the vocabulary."""
+        """Largest |difference| in nats between this module's logits and the model's own, over `token_ids` [1, T] and
+        the vocabulary."""
         own = cast(Any, self.causal_lm)(input_ids=token_ids, use_cache=False).logits.float()
         ours = nn.functional.linear(self._hidden(token_ids), self._head_weight()).float()
         return (torch.log_softmax(own, dim=-1) - torch.log_softmax(ours, dim=-1)).abs().max()
@@ -63,11 +67,15 @@ class PolicyModel(nn.Module):
         """
         names = set(cast(list[str] | None, getattr(self.causal_lm, "_no_split_modules", None)) or [])
         # A sharded block is of a class of its own, which derives from the block's.
-        found = {path: module for path, module in modules_of(self.causal_lm) if any(kind.__name__ in names for kind in type(module).__mro__)}
+        found = {
+            path: module
+            for path, module in modules_of(self.causal_lm)
+            if any(kind.__name__ in names for kind in type(module).__mro__)
+        }
         if not found:
             raise UserError(
-                f"{self.architecture} names no transformer blocks (_no_split_modules), so it can be neither sharded nor clipped by block; "
-                "use another architecture"
+                f"{self.architecture} names no transformer blocks (_no_split_modules), so it can be neither sharded nor"
+                " clipped by block; use another architecture"
             )
         return found
 
@@ -94,20 +102,27 @@ def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.
     head = cast(Any, model.causal_lm).get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         what = "no output head" if head is None else "a head with a bias"
-        raise UserError(f"{model.architecture} has {what}; this trainer supports heads that are one matrix product: use another architecture")
+        raise UserError(
+            f"{model.architecture} has {what}; this trainer supports heads that are one matrix product: use another "
+            "architecture"
+        )
     text = config.get_text_config()
     scaled = [name for name in _LOGIT_SETTINGS if getattr(text, name, None) not in (None, 1.0)]
     if scaled:
         # Numbers alone would not show it while a fresh model's logits are small.
-        raise UserError(f"{model.architecture} changes its logits ({scaled[0]} in config.json), which this trainer does not: use another architecture")
+        raise UserError(
+            f"{model.architecture} changes its logits ({scaled[0]} in config.json), which this trainer does not: use "
+            "another architecture"
+        )
     vocab_size = int(text.vocab_size)
     token_ids = (torch.arange(1, 9, device=device) * 7919 % vocab_size).unsqueeze(0)
     with torch.no_grad():
         gap = float(model.head_gap(token_ids))
     if not gap <= _HEAD_TOLERANCE_NATS[dtype]:
         raise UserError(
-            f"{model.architecture}: the model's own log-probs differ from hidden states x head by {gap:.3g} nats "
-            f"(at most {_HEAD_TOLERANCE_NATS[dtype]:g} expected); logit scaling or softcapping is not supported: use an architecture without it"
+            f"{model.architecture}: the model's own log-probs differ from hidden states x head by {gap:.3g} nats (at "
+            f"most {_HEAD_TOLERANCE_NATS[dtype]:g} expected); logit scaling or softcapping is not supported: use an "
+            "architecture without it"
         )
 
 
@@ -115,6 +130,8 @@ def _checkpoint_block(block: nn.Module) -> None:
     forward = block.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return cast(Any, checkpoint).checkpoint(forward, *args, use_reentrant=False, context_fn=same_replay_again, **kwargs)
+        return cast(Any, checkpoint).checkpoint(
+            forward, *args, use_reentrant=False, context_fn=same_replay_again, **kwargs
+        )
 
     block.forward = recomputed

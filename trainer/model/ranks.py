@@ -1,4 +1,5 @@
-"""The trainer's ranks: their process group, their device, and how a model is sharded over them. It knows no batch and no file."""
+"""The trainer's ranks: their process group, their device, and how a model is sharded over them. It knows no batch and
+no file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Ranks:
         return values
 
     def agree(self, error: str = "") -> None:
-        """Meet all ranks; raise on every one of them if any has failed, so that none waits for a rank that is gone. Collective.
+        """Meet all ranks; raise on every one of them if any has failed, so that none waits for a rank that is gone.
+        Collective.
 
         Raises:
             ConcordError: with the messages of those that failed.
@@ -63,16 +65,23 @@ def join_ranks(config: TrainerConfig, rank: int, init_method: str) -> Ranks:
     if not 0 <= rank < config.ranks:
         raise UserError(f"got trainer rank {rank} of {config.ranks}; ranks count from 0")
     if dist.is_initialized():
-        raise UserError("this process already runs a trainer rank; close it first, or start the other one in a process of its own")
+        raise UserError(
+            "this process already runs a trainer rank; close it first, or start the other one in a process of its own"
+        )
     torch.set_num_threads(config.threads)
     cuda = config.num_gpus > 0
     if cuda and not torch.cuda.is_available():
-        raise UserError(f"got trainer.num_gpus = {config.num_gpus} but this process sees no GPU; set it to 0 or start the trainer where there is one")
+        raise UserError(
+            f"got trainer.num_gpus = {config.num_gpus} but this process sees no GPU; set it to 0 or start the trainer "
+            "where there is one"
+        )
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=config.ranks, timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=config.ranks, timeout=_COLLECTIVE_TIMEOUT
+    )
     return Ranks(rank=rank, world=config.ranks, device=device, mesh=init_device_mesh(device.type, (config.ranks,)))
 
 
@@ -83,11 +92,16 @@ def leave_ranks() -> None:
 
 
 def shard_model(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> PolicyModel:
-    """Shard every block and the root (embedding, final norm, head) over the ranks; gradients are summed over them, not averaged.
+    """Shard every block and the root (embedding, final norm, head) over the ranks; gradients are summed over them, not
+    averaged.
 
     Parameters stay in their own dtype (float32 masters); `dtype` is that of the gathered copies that compute.
     """
-    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = (
+        MixedPrecisionPolicy()
+        if dtype == torch.float32
+        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    )
     # Alone there is nothing to free after forward.
     reshard = ranks.world > 1
     for block in model.blocks():
@@ -101,7 +115,8 @@ def shard_model(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> PolicyM
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Gradients of a sharded model are summed over ranks, not averaged: so token gradients are additive, whatever the number of ranks."""
+    """Gradients of a sharded model are summed over ranks, not averaged: so token gradients are additive, whatever the
+    number of ranks."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # Each unit has its own setting; the root's does not reach the others.
@@ -110,7 +125,8 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters: after a forward without a backward they would stay, and hide the shards from whoever asks for parameters."""
+    """Free the gathered parameters: after a forward without a backward they would stay, and hide the shards from
+    whoever asks for parameters."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

@@ -1,6 +1,8 @@
-"""Records the trainer's own routing of a forward pass: which experts, and by what margin. It knows no trajectory and no verdict.
+"""Records the trainer's own routing of a forward pass: which experts, and by what margin. It knows no trajectory and no
+verdict.
 
-What it records is the routers' native choice, also while `trainer.model.routing_replay` makes the blocks use another one.
+What it records is the routers' native choice, also while `trainer.model.routing_replay` makes the blocks use another
+one.
 """
 
 from collections.abc import Generator
@@ -39,7 +41,9 @@ class RoutingRecorder:
         self._num_experts, self._top_k = num_experts, top_k
         routers = find_routers(model)
         if not routers:
-            raise UserError(f"{type(model).__name__} has no router to record; use a mixture of experts or leave its routing out")
+            raise UserError(
+                f"{type(model).__name__} has no router to record; use a mixture of experts or leave its routing out"
+            )
         self._num_blocks = len(routers)
         self._recording = False
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
@@ -65,7 +69,10 @@ class RoutingRecorder:
         """
         missing = sorted(set(range(self._num_blocks)) - self._blocks.keys())
         if missing:
-            raise ConcordError(f"no routing of {len(missing)} of {self._num_blocks} MoE blocks (first {missing[0]}); run the whole model inside `recording`")
+            raise ConcordError(
+                f"no routing of {len(missing)} of {self._num_blocks} MoE blocks (first {missing[0]}); run the whole "
+                "model inside `recording`"
+            )
         blocks = [self._blocks[block] for block in range(self._num_blocks)]
         self._blocks.clear()
         chosen = torch.stack([experts for experts, _ in blocks], dim=1).cpu().numpy()
@@ -77,13 +84,17 @@ class RoutingRecorder:
             return
         answer = read_answer(output, self._num_experts, self._top_k)
         if answer.logits is None:
-            raise UserError(f"MoE block {block}: the router gives no logits [rows, {self._num_experts}], so its margin is unknown; leave its routing out")
+            raise UserError(
+                f"MoE block {block}: the router gives no logits [rows, {self._num_experts}], so its margin is unknown; "
+                "leave its routing out"
+            )
         logits = answer.parts[answer.logits].detach().reshape(-1, self._num_experts).float()
         self._blocks[block] = chosen_experts(answer, self._top_k).detach(), gate_gap(logits, self._top_k)
 
 
 def gate_gap(logits: Tensor, top_k: int) -> Tensor:
-    """[rows] logit of rank `top_k` minus that of the next, from [rows, experts]; infinite where every expert is chosen."""
+    """[rows] logit of rank `top_k` minus that of the next, from [rows, experts]; infinite where every expert is
+    chosen."""
     if top_k == logits.shape[-1]:
         return torch.full(logits.shape[:-1], torch.inf, dtype=logits.dtype, device=logits.device)
     ranked = logits.topk(top_k + 1, dim=-1).values

@@ -1,7 +1,7 @@
 """How a model's parameters and persistent buffers correspond to the tensors of a Hugging Face checkpoint, both ways.
 
-Most names are the same. Some architectures fuse tensors in memory (the experts of a MoE): transformers declares those conversions, and this
-module is the only one that touches them. It knows no rank and no file.
+Most names are the same. Some architectures fuse tensors in memory (the experts of a MoE): transformers declares those
+conversions, and this module is the only one that touches them. It knows no rank and no file.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,9 @@ class TensorSource:
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything a checkpoint holds: parameters (a tied one once) and persistent buffers."""
     yield from model.named_parameters()
-    transient = {f"{path}.{name}" if path else name for path, module in modules_of(model) for name in transient_buffers(module)}
+    transient = {
+        f"{path}.{name}" if path else name for path, module in modules_of(model) for name in transient_buffers(module)
+    }
     for name, buffer in model.named_buffers():
         if name not in transient:
             yield name, buffer
@@ -59,7 +61,8 @@ class TensorLayout:
         self._remember()
 
     def sources(self, checkpoint_names: Iterable[str]) -> tuple[dict[str, TensorSource], tuple[str, ...]]:
-        """For each tensor of the model the checkpoint tensors that make it, and the checkpoint names that nothing asked for.
+        """For each tensor of the model the checkpoint tensors that make it, and the checkpoint names that nothing asked
+        for.
 
         A tied tensor that the checkpoint stores under its other name is found under its first.
         """
@@ -102,7 +105,10 @@ class TensorLayout:
 
     def _target(self, stored: str) -> tuple[str, str | None]:
         prefix = cast(str, cast(Any, self._model).base_model_prefix)
-        target, pattern = cast(tuple[str, str | None], _transformers.rename_source_key(stored, self._renamings, self._converters, prefix, self._known))
+        target, pattern = cast(
+            tuple[str, str | None],
+            _transformers.rename_source_key(stored, self._renamings, self._converters, prefix, self._known),
+        )
         if target not in self._known and stored in self._known:
             return stored, None
         return target, pattern

@@ -1,6 +1,7 @@
 """AdaGC: each block is clipped to a multiple of a running mean of its own clipped norms. It knows no tensor.
 
-Source: Wang et al., *AdaGC: Improving Training Stability for Large Language Model Pretraining*, 2025; published per tensor, here per block.
+Source: Wang et al., *AdaGC: Improving Training Stability for Large Language Model Pretraining*, 2025; published per
+tensor, here per block.
 """
 
 import math
@@ -12,11 +13,19 @@ from trainer.optim.clipping import ClipDecision, ClipState, global_norm, referen
 class AdaGC:
     """scale = min(1, lam gamma / norm), then gamma = beta gamma + (1 - beta) scale norm.
 
-    In the first `warmup_steps` steps nothing is clipped here, and gamma is the smallest norm of the block behind the global clip that acts then. A norm of 0
-    teaches nothing: gamma would be 0 for good.
+    In the first `warmup_steps` steps nothing is clipped here, and gamma is the smallest norm of the block behind the
+    global clip that acts then. A norm of 0 teaches nothing: gamma would be 0 for good.
     """
 
-    def __init__(self, names: Sequence[str], *, lam: float = 1.05, beta: float = 0.98, warmup_steps: int = 100, warmup_max_norm: float = math.inf) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        lam: float = 1.05,
+        beta: float = 0.98,
+        warmup_steps: int = 100,
+        warmup_max_norm: float = math.inf,
+    ) -> None:
         """`warmup_max_norm` is the global norm to which others clip the gradient after this clip."""
         self._names = tuple(names)
         self._lam, self._beta, self._warmup_steps, self._warmup_max_norm = lam, beta, warmup_steps, warmup_max_norm
@@ -29,10 +38,16 @@ class AdaGC:
         backstop = min(1.0, self._warmup_max_norm / whole) if whole > 0 else 1.0
         decided = [self._block(block, norm, backstop) for block, norm in enumerate(norms)]
         self._seen += 1
-        return ClipDecision(scales=tuple(scale for scale, _ in decided), thresholds=tuple(threshold for _, threshold in decided))
+        return ClipDecision(
+            scales=tuple(scale for scale, _ in decided), thresholds=tuple(threshold for _, threshold in decided)
+        )
 
     def state_dict(self) -> ClipState:
-        return {"type": "adagc", "references": dict(zip(self._names, self._references, strict=True)), "seen": self._seen}
+        return {
+            "type": "adagc",
+            "references": dict(zip(self._names, self._references, strict=True)),
+            "seen": self._seen,
+        }
 
     def load_state_dict(self, state: ClipState) -> None:
         self._references = references_of(state, self._names)

@@ -1,4 +1,5 @@
-"""What every clip with a memory has in common: norms of blocks in, scales out, and a state that a checkpoint can hold. It knows no tensor."""
+"""What every clip with a memory has in common: norms of blocks in, scales out, and a state that a checkpoint can hold.
+It knows no tensor."""
 
 import copy
 import math
@@ -81,7 +82,9 @@ def refuse_bad_norms(names: Sequence[str], norms: Sequence[float]) -> None:
         raise ConcordError(f"got {len(norms)} norms for {len(names)} blocks; give one a block, in their order")
     for name, norm in zip(names, norms, strict=True):
         if not (math.isfinite(norm) and norm >= 0):
-            raise ConcordError(f"got norm {norm} of block {name}, expected a finite one; skip the step instead of clipping it")
+            raise ConcordError(
+                f"got norm {norm} of block {name}, expected a finite one; skip the step instead of clipping it"
+            )
 
 
 def references_of(state: ClipState, names: Sequence[str]) -> list[float | None]:
@@ -93,7 +96,10 @@ def references_of(state: ClipState, names: Sequence[str]) -> list[float | None]:
     stored: Mapping[str, float | None] = state["references"]
     if set(stored) != set(names):
         odd = sorted(set(stored) ^ set(names))
-        raise UserError(f"the clip's state is of other blocks ({odd[0]} is on one side only); resume from a checkpoint of this model")
+        raise UserError(
+            f"the clip's state is of other blocks ({odd[0]} is on one side only); resume from a checkpoint of this "
+            "model"
+        )
     return [stored[name] for name in names]
 
 

@@ -1,6 +1,7 @@
 """LayerClip: each block is clipped by its own history, so one exploding block freezes no other. It knows no tensor.
 
-Source: Huang, Xu, Wang et al., *Stabilizing RLVR via Token-level Gradient Diagnosis and Layerwise Clipping*, 2026; alpha, beta and eps are not published.
+Source: Huang, Xu, Wang et al., *Stabilizing RLVR via Token-level Gradient Diagnosis and Layerwise Clipping*, 2026;
+alpha, beta and eps are not published.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,26 @@ Mode = Literal["lagged", "lagged_raw", "paper_ema", "paper_ca"]
 class LayerClip:
     """scale = min(1, alpha R / (norm + eps)) of each block, where R is a mean over the norms of its past.
 
-    * `lagged`: R is that of the step before, and learns the clipped norm: a spike neither excuses itself nor raises later thresholds by more than alpha R.
-      In the first `warmup_steps` steps in which a block has a gradient nothing is clipped and R is the plain mean of its norms, then the exponential one.
-      A norm of 0 teaches nothing: it would lower R by steps in which the block was not asked, down to a threshold of 0 that no gradient could leave.
+    * `lagged`: R is that of the step before, and learns the clipped norm: a spike neither excuses itself nor raises
+      later thresholds by more than alpha R. In the first `warmup_steps` steps in which a block has a gradient nothing
+      is clipped and R is the plain mean of its norms, then the exponential one. A norm of 0 teaches nothing: it would
+      lower R by steps in which the block was not asked, down to a threshold of 0 that no gradient could leave.
     * `lagged_raw`: as `lagged`, but R learns the norm before the clip.
-    * `paper_ema`: as published: R = beta R + (1 - beta) norm first, then the clip by this R; R starts as the first norm. No warm-up. It clips only where
-      norm > alpha beta R / (1 - alpha (1 - beta)), and never if alpha (1 - beta) >= 1.
+    * `paper_ema`: as published: R = beta R + (1 - beta) norm first, then the clip by this R; R starts as the first
+      norm. No warm-up. It clips only where norm > alpha beta R / (1 - alpha (1 - beta)), and never if alpha (1 - beta)
+      >= 1.
     * `paper_ca`: as published, with R the mean of all norms, this one included. No warm-up.
     """
 
     def __init__(
-        self, names: Sequence[str], *, mode: Mode = "lagged", alpha: float = 2.0, beta: float = 0.99, eps: float = 1e-6, warmup_steps: int = 20
+        self,
+        names: Sequence[str],
+        *,
+        mode: Mode = "lagged",
+        alpha: float = 2.0,
+        beta: float = 0.99,
+        eps: float = 1e-6,
+        warmup_steps: int = 20,
     ) -> None:
         self._names, self._mode = tuple(names), mode
         self._alpha, self._beta, self._eps, self._warmup_steps = alpha, beta, eps, warmup_steps
@@ -35,7 +45,9 @@ class LayerClip:
         refuse_bad_norms(self._names, norms)
         lagged = self._mode in ("lagged", "lagged_raw")
         decided = [(self._lagged if lagged else self._published)(block, norm) for block, norm in enumerate(norms)]
-        return ClipDecision(scales=tuple(scale for scale, _ in decided), thresholds=tuple(threshold for _, threshold in decided))
+        return ClipDecision(
+            scales=tuple(scale for scale, _ in decided), thresholds=tuple(threshold for _, threshold in decided)
+        )
 
     def state_dict(self) -> ClipState:
         return {

@@ -1,6 +1,8 @@
-"""Muon: steps along the orthogonalised momentum of matrices. It knows no model: which parameters are matrices is told to it.
+"""Muon: steps along the orthogonalised momentum of matrices. It knows no model: which parameters are matrices is told
+to it.
 
-Source: Jordan et al., *Muon: An optimizer for hidden layers in neural networks*, 2024 (iteration and its coefficients); Liu et al., *Muon is Scalable for LLM
+Source: Jordan et al., *Muon: An optimizer for hidden layers in neural networks*, 2024 (iteration and its coefficients);
+Liu et al., *Muon is Scalable for LLM
 Training*, 2025 (weight decay, scale that matches AdamW's).
 """
 
@@ -23,9 +25,11 @@ Scale = Literal["match_rms", "original"]
 
 
 def newton_schulz(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
-    """Drive the singular values of a matrix, or of each of a stack [number, rows, columns], at most 1 before, towards 1.
+    """Drive the singular values of a matrix, or of each of a stack [number, rows, columns], at most 1 before, towards
+    1.
 
-    x becomes a x + (b A + c A A) x with A = x x^T. Five iterations leave them between 0.7 and 1.2; they do not converge.
+    x becomes a x + (b A + c A A) x with A = x x^T. Five iterations leave them between 0.7 and 1.2; they do not
+    converge.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -38,22 +42,25 @@ def newton_schulz(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix, or the stack of them, with its singular vectors and singular values near 1; computed in `dtype`, returned in the dtype of `matrices`."""
+    """The matrix, or the stack of them, with its singular vectors and singular values near 1; computed in `dtype`,
+    returned in the dtype of `matrices`."""
     norms: Tensor = cast(Any, matrices).norm(dim=(-2, -1), keepdim=True)
     return newton_schulz((matrices / norms.clamp(min=_EPSILON)).to(dtype)).to(matrices.dtype)
 
 
 def step_scale(rows: int, columns: int, scale: Scale) -> float:
-    """Factor of the learning rate for matrices of this shape: `match_rms` gives updates the root mean square of AdamW's, so both take one rate."""
+    """Factor of the learning rate for matrices of this shape: `match_rms` gives updates the root mean square of
+    AdamW's, so both take one rate."""
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms" else math.sqrt(max(1.0, rows / columns))
 
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; decoupled weight decay.
 
-    A parameter is a matrix, or a stack of matrices [number, rows, columns] (the experts of one block), each orthogonalised alone. A sharded matrix is gathered,
-    one at a time, and every rank orthogonalises the whole and keeps its rows: memory of one full matrix and its work on every rank. A stack that is sharded
-    along its first dimension stays where it is.
+    A parameter is a matrix, or a stack of matrices [number, rows, columns] (the experts of one block), each
+    orthogonalised alone. A sharded matrix is gathered, one at a time, and every rank orthogonalises the whole and keeps
+    its rows: memory of one full matrix and its work on every rank. A stack that is sharded along its first dimension
+    stays where it is.
     """
 
     def __init__(
@@ -75,7 +82,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in held:
             if parameter.ndim not in (2, 3):
                 raise UserError(
-                    f"got a parameter of shape {tuple(parameter.shape)} for Muon, expected a matrix or a stack of matrices; give it to AdamW instead"
+                    f"got a parameter of shape {tuple(parameter.shape)} for Muon, expected a matrix or a stack of "
+                    "matrices; give it to AdamW instead"
                 )
         self._dtype = dtype
         self._scale: Scale = scale
@@ -87,22 +95,38 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in cast(list[nn.Parameter], group["params"]):
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]))
+                    self._move(
+                        parameter,
+                        parameter.grad,
+                        float(group["lr"]),
+                        float(group["momentum"]),
+                        float(group["weight_decay"]),
+                    )
 
-    def _move(self, parameter: nn.Parameter, gradient: Tensor, rate: float, momentum: float, weight_decay: float) -> None:
+    def _move(
+        self, parameter: nn.Parameter, gradient: Tensor, rate: float, momentum: float, weight_decay: float
+    ) -> None:
         state: dict[str, Any] = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         average = local_tensor(state["momentum"]).lerp_(local_tensor(gradient), 1.0 - momentum)
         direction = self._direction(local_tensor(gradient).lerp(average, momentum), gradient)
         local = local_tensor(parameter).mul_(1.0 - rate * weight_decay)
-        local.add_(direction.to(local.dtype), alpha=-rate * step_scale(parameter.shape[-2], parameter.shape[-1], self._scale))
+        local.add_(
+            direction.to(local.dtype), alpha=-rate * step_scale(parameter.shape[-2], parameter.shape[-1], self._scale)
+        )
 
     def _direction(self, local: Tensor, like: Tensor) -> Tensor:
         """This rank's part of the orthogonalised matrices whose part it holds, laid out as `like`."""
-        apart = isinstance(like, DTensor) and any(placement.is_shard() and not (like.ndim == 3 and placement.is_shard(0)) for placement in like.placements)
+        apart = isinstance(like, DTensor) and any(
+            placement.is_shard() and not (like.ndim == 3 and placement.is_shard(0)) for placement in like.placements
+        )
         if not apart or not isinstance(like, DTensor):
             return orthogonalised(local, self._dtype)
-        whole: Tensor = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
+        whole: Tensor = DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        ).full_tensor()
         # Every rank has the whole, so nothing is sent: each takes its own part.
-        return local_tensor(distribute_tensor(orthogonalised(whole, self._dtype), like.device_mesh, like.placements, src_data_rank=None))
+        return local_tensor(
+            distribute_tensor(orthogonalised(whole, self._dtype), like.device_mesh, like.placements, src_data_rank=None)
+        )

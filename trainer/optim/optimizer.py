@@ -36,7 +36,8 @@ class GradientNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What one call of `PolicyOptimizer.apply` or `drop` did. Pairs are (name of the block, value), in the order of the blocks."""
+    """What one call of `PolicyOptimizer.apply` or `drop` did. Pairs are (name of the block, value), in the order of the
+    blocks."""
 
     grad_norm: float
     """Global L2 norm before any clip."""
@@ -48,7 +49,8 @@ class OptimizerReport:
     block_scales: tuple[tuple[str, float], ...]
     """Factor of each block's gradient by `clip`, without the global one; empty where nothing was applied."""
     block_thresholds: tuple[tuple[str, float | None], ...]
-    """Norm at which `clip` clips each block; None where it has none of its own, or none yet. Empty where nothing was applied."""
+    """Norm at which `clip` clips each block; None where it has none of its own, or none yet. Empty where nothing was
+    applied."""
 
     @property
     def applied(self) -> bool:
@@ -57,7 +59,8 @@ class OptimizerReport:
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 1): a linear warm-up, then the schedule down to its final fraction at `total_steps`."""
+    """The rate of optimizer step `step` (from 1): a linear warm-up, then the schedule down to its final fraction at
+    `total_steps`."""
     schedule, peak = config.schedule, config.learning_rate
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -68,7 +71,9 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * shape)
 
 
-def build_optimizers(blocks: Sequence[Block], config: OptimizerConfig, device: torch.device) -> tuple[torch.optim.Optimizer, ...]:
+def build_optimizers(
+    blocks: Sequence[Block], config: OptimizerConfig, device: torch.device
+) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW for all parameters, or Muon for the matrices of transformer blocks and AdamW for the rest.
 
     Raises:
@@ -80,16 +85,26 @@ def build_optimizers(blocks: Sequence[Block], config: OptimizerConfig, device: t
             matrix = config.type == "muon" and parameter.ndim > 1 and block.name not in (EMBEDDINGS, HEAD, TIED)
             (muon if matrix else adamw).append(parameter)
     if config.type == "muon" and not muon:
-        raise UserError('got trainer.optimizer.type = "muon" for a model without matrices in its transformer blocks; set it to "adamw"')
+        raise UserError(
+            'got trainer.optimizer.type = "muon" for a model without matrices in its transformer blocks; set it to'
+            ' "adamw"'
+        )
     built: list[torch.optim.Optimizer] = []
     if muon:
         # In bfloat16 as published where that is fast; a CPU is faster in float32.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        settings: dict[str, Any] = {"momentum": config.muon_momentum, "weight_decay": config.weight_decay, "scale": config.muon_scale, "dtype": dtype}
+        settings: dict[str, Any] = {
+            "momentum": config.muon_momentum,
+            "weight_decay": config.weight_decay,
+            "scale": config.muon_scale,
+            "dtype": dtype,
+        }
         built.append(Muon(muon, lr=config.learning_rate, **settings))
     if adamw:
         betas = (config.beta1, config.beta2)
-        built.append(torch.optim.AdamW(adamw, config.learning_rate, betas, config.epsilon, config.weight_decay, fused=True))
+        built.append(
+            torch.optim.AdamW(adamw, config.learning_rate, betas, config.epsilon, config.weight_decay, fused=True)
+        )
     return tuple(built)
 
 
@@ -110,13 +125,15 @@ class PolicyOptimizer:
         return GradientNorms(blocks=norms, total=global_norm(norms))
 
     def smallest_scale(self, norms: GradientNorms) -> float:
-        """By which the clip would scale a block down, the smallest of all; 1 with a clip that knows no blocks. The clip learns nothing from being asked."""
+        """By which the clip would scale a block down, the smallest of all; 1 with a clip that knows no blocks. The clip
+        learns nothing from being asked."""
         if not (isinstance(self._config.clip, LayerClipConfig | AdaGCConfig) and math.isfinite(norms.total)):
             return 1.0
         return min(foresee(self.clip, norms.blocks).scales)
 
     def apply(self, step: int, norms: GradientNorms) -> OptimizerReport:
-        """Clip the gradients, apply them unless they, the optimizer's state or a parameter would not be finite, and drop them. Collective.
+        """Clip the gradients, apply them unless they, the optimizer's state or a parameter would not be finite, and
+        drop them. Collective.
 
         Args:
             step: number of this optimizer step, from 1; it sets the learning rate.
@@ -136,7 +153,8 @@ class PolicyOptimizer:
         return self._end(step, norms, "", decision)
 
     def drop(self, step: int, norms: GradientNorms, skipped: str = "") -> OptimizerReport:
-        """Drop the gradients: no weight moves, not even by old momentum, and the clip learns nothing. Arguments as of `apply`.
+        """Drop the gradients: no weight moves, not even by old momentum, and the clip learns nothing. Arguments as of
+        `apply`.
 
         Args:
             skipped: why; empty for a batch without a term, which is a step that moves nothing.
@@ -160,7 +178,8 @@ class PolicyOptimizer:
         )
 
     def _scale(self, gradients: Sequence[Sequence[Tensor]], norms: Sequence[float], scales: Sequence[float]) -> None:
-        """Scale this rank's shards, by block, and all of them down to the global limit: one pass over the gradients that change."""
+        """Scale this rank's shards, by block, and all of them down to the global limit: one pass over the gradients
+        that change."""
         left = global_norm([scale * norm for scale, norm in zip(scales, norms, strict=True)])
         backstop = self._config.max_grad_norm / left if left > self._config.max_grad_norm else 1.0
         for block, scale in zip(gradients, scales, strict=True):

@@ -1,9 +1,11 @@
-"""Values of each block in a step, for those who ask: how far its weights move, what it hands on, how its experts share the work. Layer 3 of diagnosis.
+"""Values of each block in a step, for those who ask: how far its weights move, what it hands on, how its experts share
+the work. Layer 3 of diagnosis.
 
-    with probes.recording(micro): forward        with probes.updating(): optimizer        probes.take() -> (probe, block, value)
+    with probes.recording(micro): forward        with probes.updating(): optimizer        probes.take() -> (probe,
+    block, value)
 
-Every value comes from sums over all inputs that predict something, or over all weights, so it does not depend on micro-batches, ranks or sharding. It knows
-no clip and no loss.
+Every value comes from sums over all inputs that predict something, or over all weights, so it does not depend on
+micro-batches, ranks or sharding. It knows no clip and no loss.
 """
 
 import math
@@ -34,7 +36,8 @@ class Probes:
     """One rank's part; those that are off cost nothing."""
 
     def __init__(self, config: ProbesConfig, model: PolicyModel, blocks: Sequence[Block], ranks: Ranks) -> None:
-        """Hook the blocks and routers of `model` as far as `config` asks; `blocks` are those whose updates are measured.
+        """Hook the blocks and routers of `model` as far as `config` asks; `blocks` are those whose updates are
+        measured.
 
         Raises:
             UserError: the load of routers is asked for, and the model has none.
@@ -72,17 +75,23 @@ class Probes:
         return (*self._activations(float(tokens), powers), *self._router_load(load), *self._update_ratio(squares))
 
     def _empty(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [1]; sums of squares and 4th powers [blocks, 2]; tokens of each expert [blocks, experts]; squares of change and weights [blocks, 2]."""
+        """Tokens [1]; sums of squares and 4th powers [blocks, 2]; tokens of each expert [blocks, experts]; squares of
+        change and weights [blocks, 2]."""
         updated = len(self._blocks) if self._config.update_ratio else 0
         shapes = ((1,), (len(self._outputs), 2), (len(self._routed), self._num_experts), (updated, 2))
-        tokens, powers, load, squares = (torch.zeros(shape, dtype=torch.float64, device=self._ranks.device) for shape in shapes)
+        tokens, powers, load, squares = (
+            torch.zeros(shape, dtype=torch.float64, device=self._ranks.device) for shape in shapes
+        )
         return tokens, powers, load, squares
 
     def _hook_routers(self, model: PolicyModel) -> None:
         counts = expert_counts(cast(Any, model.causal_lm).config.get_text_config())
         routed = {name: router for name, block in model.named_blocks().items() for router in find_routers(block)[:1]}
         if counts is None or not routed:
-            raise UserError(f"got trainer.probes.router_load = true, but {model.architecture} is not a mixture of experts; set it to false")
+            raise UserError(
+                f"got trainer.probes.router_load = true, but {model.architecture} is not a mixture of experts; set it "
+                "to false"
+            )
         self._num_experts, self._top_k = counts
         self._routed = tuple(routed)
         for index, router in enumerate(routed.values()):
@@ -126,7 +135,11 @@ class Probes:
         yield
         with torch.no_grad():
             for index, block in enumerate(self._blocks):
-                replicas = torch.tensor([num_replicas(one, self._ranks.world) for one in block.parameters], dtype=torch.float64, device=self._ranks.device)
+                replicas = torch.tensor(
+                    [num_replicas(one, self._ranks.world) for one in block.parameters],
+                    dtype=torch.float64,
+                    device=self._ranks.device,
+                )
                 _torch._foreach_sub_(before[index], weights[index])
                 for column, tensors in enumerate((before[index], weights[index])):
                     norms = torch.stack(_torch._foreach_norm(tensors)).double()
@@ -144,7 +157,11 @@ class Probes:
             total = sum(tokens)
             if total:
                 yield "router_load_max", name, max(tokens) * len(tokens) / total
-                yield "router_load_entropy", name, -sum(count / total * math.log(count / total) for count in tokens if count)
+                yield (
+                    "router_load_entropy",
+                    name,
+                    -sum(count / total * math.log(count / total) for count in tokens if count),
+                )
 
     def _update_ratio(self, squares: Tensor) -> Iterator[Probed]:
         for block, (change, weight) in zip(self._blocks, _rows(squares), strict=False):

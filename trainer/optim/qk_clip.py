@@ -1,6 +1,8 @@
-"""QK-Clip: after a step, the query and key weights of heads whose attention logits have grown too large are scaled down. It knows no optimizer.
+"""QK-Clip: after a step, the query and key weights of heads whose attention logits have grown too large are scaled
+down. It knows no optimizer.
 
-Source: Kimi Team, *Kimi K2: Open Agentic Intelligence*, 2025 (gamma = min(1, tau / S_max) per head; here multi-head and grouped-query attention).
+Source: Kimi Team, *Kimi K2: Open Agentic Intelligence*, 2025 (gamma = min(1, tau / S_max) per head; here multi-head and
+grouped-query attention).
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -28,8 +30,8 @@ _CHUNK_TOKENS = 256
 class QkClip:
     """Scales down heads whose largest attention logit, seen in recorded forward passes, is above `max_logit`.
 
-    The next pass has smaller logits; no logit is clamped. With as many key as query heads, W_q and W_k of a head take sqrt(gamma) each; under grouped queries
-    keys are shared, and W_q alone takes gamma.
+    The next pass has smaller logits; no logit is clamped. With as many key as query heads, W_q and W_k of a head take
+    sqrt(gamma) each; under grouped queries keys are shared, and W_q alone takes gamma.
     """
 
     def __init__(self, model: PolicyModel, max_logit: float = 100.0) -> None:
@@ -49,11 +51,12 @@ class QkClip:
 
     @contextmanager
     def recording(self, lengths: Sequence[int] | None = None) -> Generator[None, None, None]:
-        """Forward passes inside also record the largest logit of every head: q.k x scale over all causal pairs of real tokens, exactly.
+        """Forward passes inside also record the largest logit of every head: q.k x scale over all causal pairs of real
+        tokens, exactly.
 
-        The cost is one more product q k^T of each recorded block, B x heads x T^2 x head_dim multiply-adds (about half of the attention proper, without its
-        projections), and B x heads x (256 x T + T x head_dim) floats at once; nothing is added to backward, unless activations are computed again, which
-        records twice.
+        The cost is one more product q k^T of each recorded block, B x heads x T^2 x head_dim multiply-adds (about half
+        of the attention proper, without its projections), and B x heads x (256 x T + T x head_dim) floats at once;
+        nothing is added to backward, unless activations are computed again, which records twice.
 
         Args:
             lengths: [B] tokens of each right-padded row; None where all are real.
@@ -61,10 +64,19 @@ class QkClip:
         config = cast(Any, self._model.causal_lm).config.get_text_config()
         before = config._attn_implementation
         if before not in ("sdpa", _NAME):
-            raise ConcordError(f"got attention {before!r}, expected 'sdpa'; load the model as `trainer.model.loading` does")
+            raise ConcordError(
+                f"got attention {before!r}, expected 'sdpa'; load the model as `trainer.model.loading` does"
+            )
         paths = {id(module): path for path, module in self._attentions.items()}
 
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+        def attend(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            **settings: Any,  # noqa: ANN401
+        ) -> tuple[Tensor, None]:
             path = paths[id(module)]
             seen = largest_logits(query.detach(), key.detach(), float(settings["scaling"]), lengths)
             known = self._largest.get(path)
@@ -84,7 +96,8 @@ class QkClip:
         self._largest = {}
 
     def apply(self) -> Mapping[str, tuple[float, ...]]:
-        """Scale the weights by what was recorded since the last call, and forget it. Collective when the model is sharded.
+        """Scale the weights by what was recorded since the last call, and forget it. Collective when the model is
+        sharded.
 
         Returns:
             Block -> [heads] largest logit before the scaling, over all ranks.
@@ -102,7 +115,10 @@ class QkClip:
             gammas = head_scales(row, self._max_logit)
             if bool((gammas < 1).any()):
                 _scale_heads(module, gammas)
-        return {path: tuple(cast(list[float], cast(Any, row).tolist())) for path, row in zip(self._attentions, logits, strict=True)}
+        return {
+            path: tuple(cast(list[float], cast(Any, row).tolist()))
+            for path, row in zip(self._attentions, logits, strict=True)
+        }
 
 
 def head_scales(largest: Tensor, max_logit: float) -> Tensor:
@@ -143,13 +159,23 @@ def _attentions(model: PolicyModel) -> dict[str, nn.Module]:
     """The attention of each block, by the block's path."""
     found: dict[str, nn.Module] = {}
     for block_path, block in model.named_blocks().items():
-        inner = {name: module for name, module in modules_of(block) if hasattr(module, "q_proj") and hasattr(module, "k_proj")}
+        inner = {
+            name: module
+            for name, module in modules_of(block)
+            if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        }
         if len(inner) != 1:
-            raise UserError(f"{model.architecture}: {block_path} has {len(inner)} modules with q_proj and k_proj, expected 1; {_CURE}")
+            raise UserError(
+                f"{model.architecture}: {block_path} has {len(inner)} modules with q_proj and k_proj, expected 1; "
+                f"{_CURE}"
+            )
         module = next(iter(inner.values()))
         norm = next((norm for norm in _QK_NORMS if getattr(module, norm, None) is not None), "")
         if norm:
-            raise UserError(f"{model.architecture} has QK-norm ({norm}): it undoes every scaling of query and key weights, so QK-Clip is void; {_CURE}")
+            raise UserError(
+                f"{model.architecture} has QK-norm ({norm}): it undoes every scaling of query and key weights, so "
+                f"QK-Clip is void; {_CURE}"
+            )
         found[block_path] = module
     return found
 
@@ -169,7 +195,11 @@ def _scale_rows(parameter: Tensor, scales: Tensor) -> None:
     shaped = scales.to(parameter.dtype).reshape(-1, *[1] * (parameter.ndim - 1))
     if isinstance(parameter, DTensor):
         if any(placement.is_shard() and not placement.is_shard(0) for placement in parameter.placements):
-            raise ConcordError(f"got a projection sharded as {parameter.placements}, expected rows; shard it along its first dimension")
-        shaped = local_tensor(distribute_tensor(shaped, parameter.device_mesh, parameter.placements, src_data_rank=None))
+            raise ConcordError(
+                f"got a projection sharded as {parameter.placements}, expected rows; shard it along its first dimension"
+            )
+        shaped = local_tensor(
+            distribute_tensor(shaped, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        )
     with torch.no_grad():
         local_tensor(parameter).mul_(shaped)

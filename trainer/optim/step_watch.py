@@ -1,4 +1,5 @@
-"""What is measured, and clipped, around the passes and the update of a step: probes of blocks and QK-Clip. Layer 3 of diagnosis. It knows no gradient."""
+"""What is measured, and clipped, around the passes and the update of a step: probes of blocks and QK-Clip. Layer 3 of
+diagnosis. It knows no gradient."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager

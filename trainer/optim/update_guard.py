@@ -1,7 +1,9 @@
-"""Whether an optimizer's next update can leave a parameter that is not finite, told before it is applied. Layer 3 of diagnosis.
+"""Whether an optimizer's next update can leave a parameter that is not finite, told before it is applied. Layer 3 of
+diagnosis.
 
-An update in place cannot be taken back without a copy of everything, so it is bounded instead: from the norms of parameters and moments as they stand, of the
-clipped gradient and of the learning rate follows the largest value that any parameter can have afterwards. A refusal changes nothing.
+An update in place cannot be taken back without a copy of everything, so it is bounded instead: from the norms of
+parameters and moments as they stand, of the clipped gradient and of the learning rate follows the largest value that
+any parameter can have afterwards. A refusal changes nothing.
 """
 
 import math
@@ -38,7 +40,11 @@ class UpdateBound:
             group: of torch's AdamW or of `trainer.optim.muon.Muon`.
             largest_matrix: numbers in its largest parameter.
         """
-        for name, norm in (("parameters", self.parameters), ("optimizer state", self.moments), ("optimizer state", self.squares)):
+        for name, norm in (
+            ("parameters", self.parameters),
+            ("optimizer state", self.moments),
+            ("optimizer state", self.squares),
+        ):
             if not math.isfinite(norm):
                 return f"non-finite {name} (norm {norm:g})"
         decayed = self.parameters * (1.0 + self.rate * float(group["weight_decay"]))
@@ -50,7 +56,11 @@ class UpdateBound:
             # Singular values of at most 1.2, times a scale below the square root of the longer side.
             moved = 2.0 * self.rate * math.sqrt(largest_matrix)
         worst = max(decayed + moved, self.gradient**2, float(group["weight_decay"]) * self.rate)
-        return "" if worst < LARGEST else f"non-finite update (a parameter could reach {worst:.3g} at learning rate {self.rate:g})"
+        return (
+            ""
+            if worst < LARGEST
+            else f"non-finite update (a parameter could reach {worst:.3g} at learning rate {self.rate:g})"
+        )
 
 
 class UpdateGuard:
@@ -77,7 +87,9 @@ class UpdateGuard:
                     parameters.append(local_tensor(parameter))
                     moments += [local_tensor(state[name]) for name in _MOMENTS if name in state]
                     squares += [local_tensor(state[name]) for name in _SQUARES if name in state]
-        sums = self._ranks.sum(torch.stack([_squared_norm(tensors, self._ranks.device) for tensors in (parameters, moments, squares)]))
+        sums = self._ranks.sum(
+            torch.stack([_squared_norm(tensors, self._ranks.device) for tensors in (parameters, moments, squares)])
+        )
         norms = [math.sqrt(square) for square in cast(list[float], cast(Any, sums).tolist())]
         bound = UpdateBound(parameters=norms[0], moments=norms[1], squares=norms[2], gradient=gradient_norm, rate=rate)
         for optimizer in self._optimizers:

@@ -1,6 +1,7 @@
 """ZClip: the whole gradient is clipped where its norm is an outlier of its own history, by z-score. It knows no tensor.
 
-Source: Kumar, Owen et al., *ZClip: Adaptive Spike Mitigation for LLM Pre-Training*, 2025 (adaptive scaling, threshold z* = alpha^2 / z).
+Source: Kumar, Owen et al., *ZClip: Adaptive Spike Mitigation for LLM Pre-Training*, 2025 (adaptive scaling, threshold
+z* = alpha^2 / z).
 """
 
 import math
@@ -12,11 +13,14 @@ from trainer.optim.clipping import ClipDecision, ClipState, global_norm, refuse_
 class ZClip:
     """One scale for all blocks. With mean and variance of the norms of the past, z = (norm - mean) / (std + eps).
 
-    Where z > alpha, the norm comes down to mean + alpha^2 / z x std: the farther out, the lower. Mean and variance then learn the clipped norm. In the first
-    `warmup_steps` steps nothing is clipped, and both are those of the norms so far.
+    Where z > alpha, the norm comes down to mean + alpha^2 / z x std: the farther out, the lower. Mean and variance then
+    learn the clipped norm. In the first `warmup_steps` steps nothing is clipped, and both are those of the norms so
+    far.
     """
 
-    def __init__(self, names: Sequence[str], *, alpha: float = 2.5, beta: float = 0.97, eps: float = 1e-6, warmup_steps: int = 25) -> None:
+    def __init__(
+        self, names: Sequence[str], *, alpha: float = 2.5, beta: float = 0.97, eps: float = 1e-6, warmup_steps: int = 25
+    ) -> None:
         self._names = tuple(names)
         self._alpha, self._beta, self._eps, self._warmup_steps = alpha, beta, eps, warmup_steps
         self._mean, self._variance, self._seen = 0.0, 0.0, 0

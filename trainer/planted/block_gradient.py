@@ -9,9 +9,11 @@ from rollout.errors import UserError
 
 
 class ScaledBlock:
-    """Hooks round a block: what flows back into its output is multiplied, and what leaves it at its input is divided again.
+    """Hooks round a block: what flows back into its output is multiplied, and what leaves it at its input is divided
+    again.
 
-    So the gradients of its own parameters carry the factor, those of all others do not, and whoever runs a backward pass sees it.
+    So the gradients of its own parameters carry the factor, those of all others do not, and whoever runs a backward
+    pass sees it.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -21,13 +23,18 @@ class ScaledBlock:
         hooked.register_forward_pre_hook(self._before, with_kwargs=True)
         hooked.register_forward_hook(self._behind)
 
-    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.factor == 1.0:
             return None
         if args:
             return (scaled_backward(args[0], 1.0 / self.factor), *args[1:]), kwargs
         if "hidden_states" not in kwargs:
-            raise UserError(f"fault block_explosion finds no hidden states among the inputs of {type(block).__name__}; plant another fault")
+            raise UserError(
+                f"fault block_explosion finds no hidden states among the inputs of {type(block).__name__}; plant "
+                "another fault"
+            )
         return args, {**kwargs, "hidden_states": scaled_backward(kwargs["hidden_states"], 1.0 / self.factor)}
 
     def _behind(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401

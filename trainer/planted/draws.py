@@ -1,4 +1,5 @@
-"""Which token terms of a step a planted fault hits: a seeded draw, the same on all ranks. Numpy only; it knows no model and no loss."""
+"""Which token terms of a step a planted fault hits: a seeded draw, the same on all ranks. Numpy only; it knows no model
+and no loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from rollout.faults.gradient_config import NanTokenFault, RatioSpikeFault, TermF
 from trainer.types.step import MicroBatch
 
 LEAST_SHARE = 0.5
-"""Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes no spike of a weak one."""
+"""Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes
+no spike of a weak one."""
 
 StepBatches = Sequence[Sequence[MicroBatch]]
 """[ranks][micro-batches] of one step."""
 StepPulls = Sequence[Sequence[NDArray[np.float64]]]
-"""[ranks][micro-batches][B, T] how hard the term of each token pulls at the token's own logit; 0 where it has no gradient, or is not in the loss."""
+"""[ranks][micro-batches][B, T] how hard the term of each token pulls at the token's own logit; 0 where it has no
+gradient, or is not in the loss."""
 StepTokens = Sequence[Sequence[NDArray[np.bool_]]]
 """[ranks][micro-batches][B, T] some tokens of a step."""
 
@@ -41,7 +44,8 @@ def candidates(fault: TermFault, step: StepBatches, pulls: StepPulls) -> StepTok
     """The loss tokens on whose terms `fault` shows.
 
     Args:
-        pulls: as the terms pull when `fault` has hit them, its factor left out; `nan_token` needs none, since a term without a gradient has a value too.
+        pulls: as the terms pull when `fault` has hit them, its factor left out; `nan_token` needs none, since a term
+            without a gradient has a value too.
     """
     if isinstance(fault, NanTokenFault):
         return [[micro.loss_mask for micro in micro_batches] for micro_batches in step]
@@ -56,10 +60,13 @@ def candidates(fault: TermFault, step: StepBatches, pulls: StepPulls) -> StepTok
     return [[of_micro_batch(*pair) for pair in zip(*of_rank, strict=True)] for of_rank in zip(step, pulls, strict=True)]
 
 
-def draw_terms(fault: TermFault, step: StepBatches, tokens: StepTokens, rng: np.random.Generator) -> tuple[DrawnTerm, ...]:
+def draw_terms(
+    fault: TermFault, step: StepBatches, tokens: StepTokens, rng: np.random.Generator
+) -> tuple[DrawnTerm, ...]:
     """The terms that `fault` hits, of `tokens`; empty where those are too few.
 
-    Every token of the step has a lot, whatever micro-batch it stands in, and the least lot is drawn: so a single term is the same on any number of ranks.
+    Every token of the step has a lot, whatever micro-batch it stands in, and the least lot is drawn: so a single term
+    is the same on any number of ranks.
     """
     lots = _lots(step, rng)
     least: dict[tuple[int, int], tuple[float, DrawnTerm]] = {}
@@ -68,7 +75,10 @@ def draw_terms(fault: TermFault, step: StepBatches, tokens: StepTokens, rng: np.
             if allowed.any():
                 of_part = np.where(allowed, lots[rank][number], np.inf)
                 row, position = (int(place) for place in np.unravel_index(int(of_part.argmin()), of_part.shape))
-                least[rank, number] = float(of_part[row, position]), DrawnTerm(rank=rank, micro_batch=number, row=row, position=position)
+                least[rank, number] = (
+                    float(of_part[row, position]),
+                    DrawnTerm(rank=rank, micro_batch=number, row=row, position=position),
+                )
     parts = sorted(least, key=lambda part: least[part][0])
     if isinstance(fault, TwoSpikesFault):
         pairs = _pairs(parts)
@@ -77,7 +87,8 @@ def draw_terms(fault: TermFault, step: StepBatches, tokens: StepTokens, rng: np.
 
 
 def _lots(step: StepBatches, rng: np.random.Generator) -> list[list[NDArray[np.float64]]]:
-    """[ranks][micro-batches][B, T] between 0 and 1, drawn by the order of the trajectories' ids, which packing leaves as it is."""
+    """[ranks][micro-batches][B, T] between 0 and 1, drawn by the order of the trajectories' ids, which packing leaves
+    as it is."""
     rows = [
         (trajectory_id, rank, number, row)
         for rank, micro_batches in enumerate(step)

@@ -1,6 +1,7 @@
-"""The gradient faults of a run that a step is due: measured, drawn, planted and told. A fault that would not show is told as missed, and does nothing.
+"""The gradient faults of a run that a step is due: measured, drawn, planted and told. A fault that would not show is
+told as missed, and does nothing.
 
-    faults due -> terms that have a gradient (a forward pass, in such a step only) -> draw -> `PlantedLoss`
+faults due -> terms that have a gradient (a forward pass, in such a step only) -> draw -> `PlantedLoss`
 """
 
 from dataclasses import replace
@@ -9,7 +10,15 @@ import numpy as np
 
 from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
-from rollout.faults.gradient_config import BlockExplosionFault, DiffuseSpikeFault, GradientFault, NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
+from rollout.faults.gradient_config import (
+    BlockExplosionFault,
+    DiffuseSpikeFault,
+    GradientFault,
+    NanTokenFault,
+    RatioSpikeFault,
+    TermFault,
+    TwoSpikesFault,
+)
 from trainer.batching.batcher import TrainingBatch
 from trainer.gradloc.probe.probe import TokenLoss
 from trainer.model.policy_model import PolicyModel
@@ -29,7 +38,15 @@ class DueFaults:
     """One rank's part; every rank has one and calls it alike."""
 
     def __init__(
-        self, faults: FaultsConfig, loss: PlantedLoss, model: PolicyModel, meter: PullMeter, *, real: TokenLoss, uncorrected: TokenLoss, corrects: bool
+        self,
+        faults: FaultsConfig,
+        loss: PlantedLoss,
+        model: PolicyModel,
+        meter: PullMeter,
+        *,
+        real: TokenLoss,
+        uncorrected: TokenLoss,
+        corrects: bool,
     ) -> None:
         """Plant `faults.in_gradients` into `loss`.
 
@@ -45,17 +62,29 @@ class DueFaults:
         self._real, self._uncorrected = real, uncorrected
         self._done: set[tuple[int, int]] = set()
         self._block_names = tuple(model.named_blocks())
-        wanted = [fault.block for fault in faults.in_gradients if isinstance(fault, BlockExplosionFault) and fault.block is not None]
+        wanted = [
+            fault.block
+            for fault in faults.in_gradients
+            if isinstance(fault, BlockExplosionFault) and fault.block is not None
+        ]
         beyond = [block for block in wanted if block >= len(self._block_names)]
         if beyond:
             number = len(self._block_names)
-            raise UserError(f"fault block_explosion: got block = {beyond[0]}, but the model has {number} transformer blocks; set 0 to {number - 1}")
+            raise UserError(
+                f"fault block_explosion: got block = {beyond[0]}, but the model has {number} transformer blocks; set 0 "
+                f"to {number - 1}"
+            )
 
     def begin(self, version: int, batch: TrainingBatch, step: StepBatches) -> PlantedStep:
-        """Plant what is due in the step that produces `version`, which trains on `batch`, packed as `step`; it acts until the next `begin`. Collective."""
+        """Plant what is due in the step that produces `version`, which trains on `batch`, packed as `step`; it acts
+        until the next `begin`. Collective."""
         self._loss.clear()
         planted = PlantedStep(batch=batch, micro_batches=step)
-        due = [(i, fault) for i, fault in enumerate(self._faults.in_gradients) if fault.hits(version) and (i, version) not in self._done]
+        due = [
+            (i, fault)
+            for i, fault in enumerate(self._faults.in_gradients)
+            if fault.hits(version) and (i, version) not in self._done
+        ]
         self._done.update((index, version) for index, _ in due)
         rngs = {index: generator(self._faults.seed, fault.type, index, version) for index, fault in due}
         # Those that shift log-probs come first: whether a term has a gradient depends on them.
@@ -75,11 +104,18 @@ class DueFaults:
         if source is OldLogprobSource.RECOMPUTED and not self._corrects:
             return (PlantedFault(fault=fault.type, missed=_UNUSED),)
         shifted = step.micro_batches
-        if source is OldLogprobSource.ROLLOUT:  # without weights terms know nothing of each other, so all can be measured at once
-            shifted = [[_with_old_shifted(micro, fault.shift_nats) for micro in micro_batches] for micro_batches in step.micro_batches]
+        if (
+            source is OldLogprobSource.ROLLOUT
+        ):  # without weights terms know nothing of each other, so all can be measured at once
+            shifted = [
+                [_with_old_shifted(micro, fault.shift_nats) for micro in micro_batches]
+                for micro_batches in step.micro_batches
+            ]
         return _drawn(fault, step.micro_batches, self._meter.pulls(self._uncorrected, step.batch, shifted), rng)
 
-    def _scaled(self, fault: GradientFault, step: PlantedStep, pulls: StepPulls, rng: np.random.Generator) -> tuple[PlantedFault, ...]:
+    def _scaled(
+        self, fault: GradientFault, step: PlantedStep, pulls: StepPulls, rng: np.random.Generator
+    ) -> tuple[PlantedFault, ...]:
         if not isinstance(fault, DiffuseSpikeFault | BlockExplosionFault):
             return _drawn(fault, step.micro_batches, pulls, rng)
         if not any(pull.any() for of_rank in pulls for pull in of_rank):
@@ -91,7 +127,9 @@ class DueFaults:
 
 
 def _with_old_shifted(micro: MicroBatch, shift: float) -> MicroBatch:
-    return replace(micro, old_logprobs=np.where(micro.loss_mask, micro.old_logprobs + np.float32(shift), micro.old_logprobs))
+    return replace(
+        micro, old_logprobs=np.where(micro.loss_mask, micro.old_logprobs + np.float32(shift), micro.old_logprobs)
+    )
 
 
 def _drawn(fault: TermFault, step: StepBatches, pulls: StepPulls, rng: np.random.Generator) -> tuple[PlantedFault, ...]:
@@ -106,11 +144,23 @@ def _drawn(fault: TermFault, step: StepBatches, pulls: StepPulls, rng: np.random
 def _why_none(fault: TermFault, *, there: bool) -> str:
     if isinstance(fault, TwoSpikesFault) and there:
         return _ONE_PART
-    return _NO_TOKEN if isinstance(fault, NanTokenFault) else _NO_RATIO if isinstance(fault, RatioSpikeFault) else _NO_GRADIENT
+    return (
+        _NO_TOKEN
+        if isinstance(fault, NanTokenFault)
+        else _NO_RATIO
+        if isinstance(fault, RatioSpikeFault)
+        else _NO_GRADIENT
+    )
 
 
 def _told(fault: TermFault, step: StepBatches, term: DrawnTerm) -> PlantedFault:
-    factor = None if isinstance(fault, NanTokenFault) else fault.shift_nats if isinstance(fault, RatioSpikeFault) else fault.factor
+    factor = (
+        None
+        if isinstance(fault, NanTokenFault)
+        else fault.shift_nats
+        if isinstance(fault, RatioSpikeFault)
+        else fault.factor
+    )
     return PlantedFault(
         fault=fault.type,
         factor=factor,

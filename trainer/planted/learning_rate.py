@@ -13,7 +13,14 @@ from trainer.optim.optimizer import GradientNorms, OptimizerReport, PolicyOptimi
 class HotOptimizer(PolicyOptimizer):
     """Multiplies the learning rate from the fault's start version on."""
 
-    def __init__(self, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int, fault: HighLearningRateFault) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        config: OptimizerConfig,
+        ranks: Ranks,
+        total_steps: int,
+        fault: HighLearningRateFault,
+    ) -> None:
         super().__init__(blocks, config, ranks, total_steps)
         self._asked, self._fault = config, fault
 
@@ -24,7 +31,9 @@ class HotOptimizer(PolicyOptimizer):
         return super().apply(step, norms)
 
 
-def planted_optimizer(faults: FaultsConfig, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int) -> PolicyOptimizer:
+def planted_optimizer(
+    faults: FaultsConfig, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int
+) -> PolicyOptimizer:
     """The optimizer of a run; without `high_lr` it is as it should be. Of several such faults the last one acts."""
     for fault in reversed(faults.plant):
         if isinstance(fault, HighLearningRateFault):

@@ -1,4 +1,5 @@
-"""A loss with planted gradient faults. It stands where the real one stands, so a search that evaluates terms again meets the same faults. It draws nothing."""
+"""A loss with planted gradient faults. It stands where the real one stands, so a search that evaluates terms again
+meets the same faults. It draws nothing."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +55,12 @@ class PlantedLoss:
         return self._inner.couples_tokens
 
     def __call__(
-        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+        self,
+        model: PolicyModel,
+        tokens: LossTokens,
+        temperature: float,
+        source: OldLogprobSource,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The real loss over scaled weights; importance ratios stay as they are."""
         weights = tokens.weights if self._factor == 1.0 else tokens.weights * self._factor
@@ -72,7 +78,8 @@ class PlantedLoss:
             block.factor = 1.0
 
     def plant(self, step: PlantedStep, faults: Sequence[PlantedFault]) -> PlantedStep:
-        """Let `faults` act on `step`, besides what acts already; those that were missed do nothing. The step that comes back tells them too."""
+        """Let `faults` act on `step`, besides what acts already; those that were missed do nothing. The step that comes
+        back tells them too."""
         for fault in faults:
             if fault.missed:
                 continue
@@ -80,7 +87,9 @@ class PlantedLoss:
                 step = _shifted(step, fault)
             elif fault.trajectory_id:
                 assert fault.position is not None
-                self._terms.append(_ScaledTerm(fault.trajectory_id, fault.position, math.nan if fault.factor is None else fault.factor))
+                self._terms.append(
+                    _ScaledTerm(fault.trajectory_id, fault.position, math.nan if fault.factor is None else fault.factor)
+                )
             elif fault.block:
                 self._block(fault.block).factor *= _factor(fault)
             else:
@@ -100,20 +109,28 @@ def _factor(fault: PlantedFault) -> float:
 
 
 def _shifted(step: PlantedStep, fault: PlantedFault) -> PlantedStep:
-    """One rollout log-prob is another, in the sample and in its micro-batch; where the old log-probs are the rollout's, they are too."""
+    """One rollout log-prob is another, in the sample and in its micro-batch; where the old log-probs are the rollout's,
+    they are too."""
     assert fault.rank is not None
     assert fault.micro_batch is not None
     assert fault.position is not None
     shift, micro = _factor(fault), step.micro_batches[fault.rank][fault.micro_batch]
-    at, both = (micro.trajectory_ids.index(fault.trajectory_id), fault.position), step.batch.old_logprob_source is OldLogprobSource.ROLLOUT
+    at, both = (
+        (micro.trajectory_ids.index(fault.trajectory_id), fault.position),
+        step.batch.old_logprob_source is OldLogprobSource.ROLLOUT,
+    )
     ranks = [list(micro_batches) for micro_batches in step.micro_batches]
     rollout = _plus(micro.rollout_logprobs, at, shift)
-    ranks[fault.rank][fault.micro_batch] = replace(micro, rollout_logprobs=rollout, old_logprobs=rollout if both else micro.old_logprobs)
+    ranks[fault.rank][fault.micro_batch] = replace(
+        micro, rollout_logprobs=rollout, old_logprobs=rollout if both else micro.old_logprobs
+    )
     samples = list(step.batch.samples)
     for index, sample in enumerate(samples):
         if sample.trajectory_id == fault.trajectory_id:
             rollout = _plus(sample.rollout_logprobs, fault.position, shift)
-            samples[index] = replace(sample, rollout_logprobs=rollout, old_logprobs=rollout if both else sample.old_logprobs)
+            samples[index] = replace(
+                sample, rollout_logprobs=rollout, old_logprobs=rollout if both else sample.old_logprobs
+            )
     return replace(step, batch=replace(step.batch, samples=tuple(samples)), micro_batches=ranks)
 
 

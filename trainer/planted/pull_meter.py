@@ -1,4 +1,5 @@
-"""How hard each token term of a step pulls, before the step runs: which terms have a gradient that a planted fault could scale. It knows no fault."""
+"""How hard each token term of a step pulls, before the step runs: which terms have a gradient that a planted fault
+could scale. It knows no fault."""
 
 from contextlib import nullcontext
 from typing import Any, cast
@@ -25,7 +26,8 @@ class PullMeter:
         self._model, self._ranks, self._context = model, ranks, context
 
     def pulls(self, loss: TokenLoss, batch: TrainingBatch, step: StepBatches) -> StepPulls:
-        """|d loss / d (the token's own logit)| of every term of `step`, from a forward pass that leaves no gradient; 0 where it is not finite. Collective."""
+        """|d loss / d (the token's own logit)| of every term of `step`, from a forward pass that leaves no gradient; 0
+        where it is not finite. Collective."""
         flat = torch.zeros(_num_terms(step), dtype=torch.float64, device=self._ranks.device)
         start = _num_terms(step[: self._ranks.rank])
         for micro in step[self._ranks.rank]:
@@ -69,7 +71,9 @@ class _Leaves:
     def __init__(self, model: PolicyModel) -> None:
         self._model = model
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             logprobs, entropies = self._model(token_ids, positions, targets, temperature)
         self._logprobs, self._entropies = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()

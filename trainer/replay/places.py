@@ -24,7 +24,11 @@ class NonFinitePlaces:
         self.backward: ReplayPlace | None = None
         """First place that makes a gradient that is not finite, in backward order."""
         self._micro_batch = 0
-        watched: list[tuple[str, nn.Module]] = [(EMBEDDINGS, cast(Any, model.causal_lm).get_input_embeddings()), *model.named_blocks().items(), (HEAD, model)]
+        watched: list[tuple[str, nn.Module]] = [
+            (EMBEDDINGS, cast(Any, model.causal_lm).get_input_embeddings()),
+            *model.named_blocks().items(),
+            (HEAD, model),
+        ]
         behind = [name for name, _ in watched[1:]] + [LOSS]
         for (name, module), after in zip(watched, behind, strict=True):
             module.register_forward_hook(partial(self._seen, name, after))
@@ -42,9 +46,12 @@ class NonFinitePlaces:
         self._note_forward(LOSS, loss)
 
     def see_gradients(self, blocks: Sequence[Block]) -> None:
-        """The whole gradient, for what no activation's gradient has shown: parameters of a block, the last block first."""
+        """The whole gradient, for what no activation's gradient has shown: parameters of a block, the last block
+        first."""
         for block in reversed(blocks):
-            if self.backward is None and not all(_finite(parameter.grad) for parameter in block.parameters if parameter.grad is not None):
+            if self.backward is None and not all(
+                _finite(parameter.grad) for parameter in block.parameters if parameter.grad is not None
+            ):
                 self.backward = ReplayPlace(micro_batch=self._micro_batch, block=block.name, reached=block.name)
 
     def _seen(self, name: str, after: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401

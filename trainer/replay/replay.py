@@ -1,6 +1,7 @@
-"""Runs the fixed batch of a saved step again, in several ways, and says where the cause of its trouble lies. One rank, no Ray.
+"""Runs the fixed batch of a saved step again, in several ways, and says where the cause of its trouble lies. One rank,
+no Ray.
 
-    saved step + published weights -> (configured, again, deterministic, float32) -> verdict, first block, tokens
+saved step + published weights -> (configured, again, deterministic, float32) -> verdict, first block, tokens
 """
 
 import math
@@ -53,13 +54,16 @@ class ReplaySource:
 
 
 def replay(source: ReplaySource) -> ReplayReport:
-    """Run the batch as it was configured, twice; with deterministic kernels; and in float32, where that is something else.
+    """Run the batch as it was configured, twice; with deterministic kernels; and in float32, where that is something
+    else.
 
     Raises:
         UserError: this process already runs a trainer rank, or the model cannot be loaded.
     """
     cuda = source.config.num_gpus > 0 and torch.cuda.is_available()
-    config = source.config.model_copy(update={"ranks": 1, "num_gpus": source.config.num_gpus if cuda else 0.0, "dtype": source.saved.dtype})
+    config = source.config.model_copy(
+        update={"ranks": 1, "num_gpus": source.config.num_gpus if cuda else 0.0, "dtype": source.saved.dtype}
+    )
     with TemporaryDirectory() as folder:
         ranks = join_ranks(config, 0, f"file://{folder}/rendezvous")
         try:
@@ -90,7 +94,9 @@ class _ReplayModel:
         self._ranks, self._dtype, self._saved = ranks, config.dtype, saved
         self._model = load_policy(source.weights_dir, config, ranks)[0]
         self._blocks = named_blocks(self._model)
-        reference = load_policy(source.reference_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+        reference = (
+            load_policy(source.reference_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+        )
         algorithm = build_algorithm(config.algorithm)
         self._batch = _batch_of(saved, config)
         step: StepBatches = pack(self._batch.samples, saved.ranks, config.micro_batch_tokens)
@@ -118,7 +124,12 @@ class _ReplayModel:
                 if self._draws:
                     self._random_states.append(RandomState.take(self._ranks.device))
                 with nullcontext() if self._routing is None else self._routing.using(micro):
-                    loss = self._loss(self._model, loss_tokens(micro, self._ranks.device), self._batch.temperature, self._batch.old_logprob_source)[0]
+                    loss = self._loss(
+                        self._model,
+                        loss_tokens(micro, self._ranks.device),
+                        self._batch.temperature,
+                        self._batch.old_logprob_source,
+                    )[0]
                     self._places.see_loss(loss)
                     loss.backward()  # pyright: ignore[reportUnknownMemberType]
                 total += float(loss.detach())
@@ -136,7 +147,8 @@ class _ReplayModel:
         )
 
     def search(self, last: ReplayRun) -> tuple[str, tuple[ReplayCulprit, ...]]:
-        """How the search for tokens came out, on the gradient that the last run left: those whose terms alone are not finite, or that located its norm."""
+        """How the search for tokens came out, on the gradient that the last run left: those whose terms alone are not
+        finite, or that located its norm."""
         tau = self._saved.tau
         threshold = CalibratedTau() if math.isnan(tau) else GivenTau(tau=tau)
         config = GradLocConfig(threshold=threshold, budget_passes=max(64, 4 * len(self._micro_batches)))
@@ -148,7 +160,8 @@ class _ReplayModel:
             random_states=self._random_states,
             context=None if self._routing is None else self._routing.using,
         )
-        # A saved step was searched for a reason that the replay need not have again, such as a clip's scale or suspects: ask as a clip does.
+        # A saved step was searched for a reason that the replay need not have again, such as a clip's scale or
+        # suspects: ask as a clip does.
         report = gradloc.observe(last.grad_norm if last.finite else math.nan, data, signs=StepSigns(smallest_scale=0.0))
         if report is None:
             raise RuntimeError("a step that was to be searched started no search")
@@ -168,9 +181,16 @@ class _ReplayModel:
 
 def _batch_of(saved: SavedStep, config: TrainerConfig) -> TrainingBatch:
     """As the step built it."""
-    groups = [audited_group(payload, verdict) for payload, verdict in zip(saved.groups.payloads, saved.groups.verdicts, strict=True)]
+    groups = [
+        audited_group(payload, verdict)
+        for payload, verdict in zip(saved.groups.payloads, saved.groups.verdicts, strict=True)
+    ]
     return build_batch(
-        groups, build_algorithm(config.algorithm), saved.request.oldest_version, config.algorithm.aggregation, saved.request.old_logprobs
+        groups,
+        build_algorithm(config.algorithm),
+        saved.request.oldest_version,
+        config.algorithm.aggregation,
+        saved.request.old_logprobs,
     )
 
 

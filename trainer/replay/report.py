@@ -19,7 +19,8 @@ class ReplayVerdict(StrEnum):
     """Where the cause of a saved step lies."""
 
     BATCH = "batch"
-    """It comes again with the fixed batch, deterministic and in float32 too: the batch, or the model's own arithmetic on it."""
+    """It comes again with the fixed batch, deterministic and in float32 too: the batch, or the model's own arithmetic
+    on it."""
     LOW_PRECISION = "low_precision"
     """Float32 does not show it, or comes to other numbers than the compute dtype."""
     KERNEL = "kernel"
@@ -32,7 +33,10 @@ MEANINGS: Mapping[ReplayVerdict, str] = {
     ReplayVerdict.BATCH: "the cause is in the batch, or in the deterministic path of forward and backward",
     ReplayVerdict.LOW_PRECISION: "the cause is low precision: float32 comes to something else",
     ReplayVerdict.KERNEL: "the cause is a kernel: runs of the same arithmetic come to different numbers",
-    ReplayVerdict.OPTIMIZER_STATE: "the cause is outside of forward and backward: optimizer state, the float32 masters of the parameters, or the machine",
+    ReplayVerdict.OPTIMIZER_STATE: (
+        "the cause is outside of forward and backward: optimizer state, the float32 masters of the parameters, or the "
+        "machine"
+    ),
 }
 
 
@@ -45,7 +49,8 @@ class ReplayPlace:
     block: str
     """Where it turned: a transformer block, `embeddings`, `head` or `loss`."""
     reached: str = ""
-    """Backward: the first block that a gradient reached that is not finite; the block itself where only its own parameters have one."""
+    """Backward: the first block that a gradient reached that is not finite; the block itself where only its own
+    parameters have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Replays the engine's experts in the forward and backward pass of a micro-batch, and counts how much of it they cover. It knows no loss and no rank."""
+"""Replays the engine's experts in the forward and backward pass of a micro-batch, and counts how much of it they cover.
+It knows no loss and no rank."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -29,32 +30,37 @@ class BatchReplay:
         counts = expert_counts(cast(Any, model.causal_lm).config.get_text_config())
         if counts is None:
             raise UserError(
-                f"got trainer.replay_routing = true, but {model.architecture} is not a mixture of experts; set it to false, or train a mixture of experts"
+                f"got trainer.replay_routing = true, but {model.architecture} is not a mixture of experts; set it to "
+                "false, or train a mixture of experts"
             )
         self._hooks = RoutingReplay(model.causal_lm, *counts)
         self._num_experts, self._cell = counts[0], (len(find_routers(model.causal_lm)), counts[1])
 
     @contextmanager
     def using(self, micro: MicroBatch) -> Generator[tuple[int, int]]:
-        """Forward and backward of `micro` run inside, with the experts of its traces where they are there; all else stays native.
+        """Forward and backward of `micro` run inside, with the experts of its traces where they are there; all else
+        stays native.
 
         Yields:
             Inputs that predict something, and how many of them run on the engine's experts.
 
         Raises:
-            UserError: a trace has other blocks or another top_k, so engine and trainer run different models; or the routers' gates are no softmax.
+            UserError: a trace has other blocks or another top_k, so engine and trainer run different models; or the
+                routers' gates are no softmax.
         """
         flat = self._laid_out(micro)
         with self._hooks.using(_tensor(flat.experts), _tensor(flat.covered)):
             yield flat.num_expected, int(np.count_nonzero(flat.covered))
 
     def _laid_out(self, micro: MicroBatch) -> FlatRouting:
-        """Rows in the order of the model's inputs: the last column of a micro-batch predicts nothing and is not among them."""
+        """Rows in the order of the model's inputs: the last column of a micro-batch predicts nothing and is not among
+        them."""
         for trajectory_id, trace in zip(micro.trajectory_ids, micro.routing, strict=True):
             if trace is not None and trace.experts.shape[1:] != self._cell:
                 raise UserError(
-                    f"trajectory {trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, {self._cell[0]} blocks, top_k {self._cell[1]}]:"
-                    " engine and trainer run different models, or the engine reports other blocks; turn trainer.replay_routing off"
+                    f"trajectory {trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, "
+                    f"{self._cell[0]} blocks, top_k {self._cell[1]}]: engine and trainer run different models, or the "
+                    "engine reports other blocks; turn trainer.replay_routing off"
                 )
         rows, width = micro.token_ids.shape
         whole = flat_routing(micro.routing, micro.lengths, width=width, num_experts=self._num_experts, cell=self._cell)

@@ -20,15 +20,19 @@ class TrainerRank(Protocol):
         ...
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
-        """Keep the batch of the last step below `parent`, if it is one to keep; the report with the folder's name. On rank 0 only; not collective."""
+        """Keep the batch of the last step below `parent`, if it is one to keep; the report with the folder's name. On
+        rank 0 only; not collective."""
         ...
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
         """Write the weights as `policy`; rank 0 answers with the manifest."""
         ...
 
-    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
-        """The manifest by which engines receive what was just published, without the disk. On rank 0 only; not collective."""
+    def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str
+    ) -> WeightManifest:
+        """The manifest by which engines receive what was just published, without the disk. On rank 0 only; not
+        collective."""
         ...
 
     def send(self, manifest: WeightManifest) -> None:

@@ -1,4 +1,5 @@
-"""The gradient search on a live step: watches it, reads the culprits of a spike, says which terms the step is better without. It applies nothing."""
+"""The gradient search on a live step: watches it, reads the culprits of a spike, says which terms the step is better
+without. It applies nothing."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,8 @@ from trainer.types.step import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attempt:
-    """One forward and backward pass of a whole step. Numbers run over all ranks; micro-batches and random states are this rank's."""
+    """One forward and backward pass of a whole step. Numbers run over all ranks; micro-batches and random states are
+    this rank's."""
 
     micro_batches: Sequence[MicroBatch]
     totals: Mapping[str, float]
@@ -46,7 +48,8 @@ class Found:
 
     evidence: GradLocEvidence
     micro_batches: Sequence[MicroBatch] | None
-    """This rank's, without the terms that the step shall be computed again without; None where it is not computed again."""
+    """This rank's, without the terms that the step shall be computed again without; None where it is not computed
+    again."""
     removed: Mapping[str, int]
     """Trajectory -> terms that left the loss, over all ranks."""
 
@@ -54,7 +57,16 @@ class Found:
 class GradientSearch:
     """One rank's part; every rank calls it alike."""
 
-    def __init__(self, config: GradLocConfig, model: PolicyModel, loss: TokenLoss, ranks: Ranks, *, context: Context, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: GradLocConfig,
+        model: PolicyModel,
+        loss: TokenLoss,
+        ranks: Ranks,
+        *,
+        context: Context,
+        dtype: torch.dtype,
+    ) -> None:
         """`loss` is what the step computes; forward and backward of a micro-batch run inside `context`, in `dtype`."""
         self._config, self._ranks, self._context = config, ranks, context
         self._gradloc = GradLoc(config, model, loss, ranks, dtype=dtype)
@@ -66,14 +78,21 @@ class GradientSearch:
         """The backward pass of this micro-batch of an attempt runs inside."""
         return self._record.recording(micro_batch)
 
-    def look(self, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup], smallest_scale: float) -> Found | None:
-        """Search the attempt if something asks for it. Collective; gradients and random state stay as they are, bit for bit.
+    def look(
+        self, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup], smallest_scale: float
+    ) -> Found | None:
+        """Search the attempt if something asks for it. Collective; gradients and random state stay as they are, bit for
+        bit.
 
         Args:
             smallest_scale: by which the clip is about to scale a block.
         """
         started = perf_counter()
-        suspects = {sample.trajectory_id: [at for at in sample.suspects if sample.loss_mask[at]] for sample in batch.samples if sample.suspects}
+        suspects = {
+            sample.trajectory_id: [at for at in sample.suspects if sample.loss_mask[at]]
+            for sample in batch.samples
+            if sample.suspects
+        }
         data = StepData(
             micro_batches=attempt.micro_batches,
             temperature=batch.temperature,
@@ -131,7 +150,13 @@ class GradientSearch:
         self._gradloc.load_state(state["gradloc"])
         self._blocks.load_state(state["blocks"])
 
-    def _decided(self, report: GradLocReport, evidence: GradLocEvidence, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Found:
+    def _decided(
+        self,
+        report: GradLocReport,
+        evidence: GradLocEvidence,
+        micro_batches: Sequence[MicroBatch],
+        batch: TrainingBatch,
+    ) -> Found:
         """Only located culprits are the cause: nothing is done for less."""
         if report.outcome is not Outcome.LOCATED or self._config.action == "observe":
             return Found(evidence=evidence, micro_batches=None, removed={})
@@ -139,10 +164,17 @@ class GradientSearch:
             return Found(evidence=replace(evidence, acted=Acted.SKIPPED), micro_batches=None, removed={})
         ids = {hit.trajectory_id for hit in report.hits}
         if self._config.action == "mask":
-            removed = {trajectory_id: sum(hit.trajectory_id == trajectory_id for hit in report.hits) for trajectory_id in sorted(ids)}
+            removed = {
+                trajectory_id: sum(hit.trajectory_id == trajectory_id for hit in report.hits)
+                for trajectory_id in sorted(ids)
+            }
             acted, left = Acted.MASKED, without_terms(micro_batches, report.hits, self._ranks.rank)
         else:
-            removed = {sample.trajectory_id: int(np.count_nonzero(sample.loss_mask)) for sample in batch.samples if sample.trajectory_id in ids}
+            removed = {
+                sample.trajectory_id: int(np.count_nonzero(sample.loss_mask))
+                for sample in batch.samples
+                if sample.trajectory_id in ids
+            }
             acted, left = Acted.QUARANTINED, without_trajectories(micro_batches, ids)
         evidence = replace(evidence, acted=acted, removed_terms=sum(removed.values()))
         return Found(evidence=evidence, micro_batches=left, removed=removed)
@@ -152,5 +184,13 @@ def _places(micro_batches: Sequence[MicroBatch], suspects: Mapping[str, Sequence
     """Suspects of this rank, where they stand in its micro-batches."""
     if not suspects:
         return []
-    rows = [(m, row, trajectory_id) for m, micro in enumerate(micro_batches) for row, trajectory_id in enumerate(micro.trajectory_ids)]
-    return [TermPlace(micro_batch=m, row=row, position=at) for m, row, trajectory_id in rows for at in suspects.get(trajectory_id, ())]
+    rows = [
+        (m, row, trajectory_id)
+        for m, micro in enumerate(micro_batches)
+        for row, trajectory_id in enumerate(micro.trajectory_ids)
+    ]
+    return [
+        TermPlace(micro_batch=m, row=row, position=at)
+        for m, row, trajectory_id in rows
+        for at in suspects.get(trajectory_id, ())
+    ]

@@ -1,6 +1,8 @@
-"""From this rank's micro-batches to an applied update, or to the reason why there is none. It knows no group, no file and no version.
+"""From this rank's micro-batches to an applied update, or to the reason why there is none. It knows no group, no file
+and no version.
 
-    (forward, backward) a micro-batch -> sums over ranks -> norms, unclipped -> search, where a norm asks for it -> (all again without culprits) -> clip, update
+    (forward, backward) a micro-batch -> sums over ranks -> norms, unclipped -> search, where a norm asks for it
+    -> (all again without culprits) -> clip, update
 """
 
 import math
@@ -29,7 +31,8 @@ from trainer.types.gradloc import Acted, GradLocEvidence
 from trainer.types.step import MicroBatch
 
 TOTALS = (*SUMS, "routing_expected", "routing_replayed")
-"""What ranks sum up in a step; of a replay, the inputs that predict something and those of them that ran on the engine's experts."""
+"""What ranks sum up in a step; of a replay, the inputs that predict something and those of them that ran on the
+engine's experts."""
 
 
 class PhaseClock:
@@ -81,10 +84,17 @@ class GradientStep:
         self._model, self._loss, self._optimizer, self._ranks = model, loss, optimizer, ranks
         self._watch, self._replay = watch, replay
         self._random = draws_random_numbers(model)
-        self.search = GradientSearch(gradloc, model, loss, ranks, context=self._context, dtype=dtype) if gradloc.enabled else None
+        self.search = (
+            GradientSearch(gradloc, model, loss, ranks, context=self._context, dtype=dtype) if gradloc.enabled else None
+        )
 
     def run(
-        self, step: int, micro_batches: Sequence[MicroBatch], batch: TrainingBatch, audited: Sequence[AuditedGroup], clock: PhaseClock
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        batch: TrainingBatch,
+        audited: Sequence[AuditedGroup],
+        clock: PhaseClock,
     ) -> GradientReport:
         """Compute the gradient of this rank's micro-batches and apply it as optimizer step `step` (from 1).
 
@@ -93,8 +103,14 @@ class GradientStep:
         """
         attempt = self._attempt(micro_batches, batch)
         clock.end("forward_backward")
-        found = None if self.search is None or not batch.num_tokens else self._searched(self.search, attempt, batch, audited)
-        attempt, evidence, removed = (attempt, None, dict[str, int]()) if found is None else (found.attempt, found.evidence, found.removed)
+        found = (
+            None
+            if self.search is None or not batch.num_tokens
+            else self._searched(self.search, attempt, batch, audited)
+        )
+        attempt, evidence, removed = (
+            (attempt, None, dict[str, int]()) if found is None else (found.attempt, found.evidence, found.removed)
+        )
         clock.end("gradloc")
         with self._watch.updating():
             optimizer = self._end(step, attempt, _refusal(attempt, evidence))
@@ -104,7 +120,12 @@ class GradientStep:
             self._remember(self.search, found, attempt, batch, applied=not optimizer.skipped)
         clock.end("optimizer")
         return GradientReport(
-            totals=attempt.totals, optimizer=optimizer, evidence=evidence, removed=removed, probes=probes, attention_logits=attention_logits
+            totals=attempt.totals,
+            optimizer=optimizer,
+            evidence=evidence,
+            removed=removed,
+            probes=probes,
+            attention_logits=attention_logits,
         )
 
     def _attempt(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Attempt:
@@ -116,7 +137,9 @@ class GradientStep:
                 random_states.append(RandomState.take(self._ranks.device))
             with self._context(micro) as (expected, replayed):
                 with self._watch.forward(micro):
-                    loss, added = self._loss(self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source)
+                    loss, added = self._loss(
+                        self._model, loss_tokens(micro, self._ranks.device), batch.temperature, batch.old_logprob_source
+                    )
                 with nullcontext() if self.search is None else self.search.backward(number):
                     loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums += torch.cat((added, added.new_tensor((expected, replayed))))
@@ -128,8 +151,11 @@ class GradientStep:
             random_states=random_states,
         )
 
-    def _searched(self, search: GradientSearch, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup]) -> "_Searched | None":
-        """Look at an attempt, and compute the step again where the search says without what; None where nothing was searched."""
+    def _searched(
+        self, search: GradientSearch, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup]
+    ) -> "_Searched | None":
+        """Look at an attempt, and compute the step again where the search says without what; None where nothing was
+        searched."""
         found = search.look(attempt, batch, audited, self._optimizer.smallest_scale(attempt.norms))
         if found is None:
             return None
@@ -148,7 +174,15 @@ class GradientStep:
             return self._optimizer.drop(step, attempt.norms, refusal)
         return self._optimizer.apply(step, attempt.norms)
 
-    def _remember(self, search: GradientSearch, found: "_Searched | None", attempt: Attempt, batch: TrainingBatch, *, applied: bool) -> None:
+    def _remember(
+        self,
+        search: GradientSearch,
+        found: "_Searched | None",
+        attempt: Attempt,
+        batch: TrainingBatch,
+        *,
+        applied: bool,
+    ) -> None:
         """Only what is applied makes history, and of that only gradients; a step without a term was not looked at."""
         if batch.num_tokens and (not applied or (found is not None and found.again)):
             search.amend(attempt if applied else None, batch, {} if found is None else found.removed)

@@ -1,8 +1,10 @@
 """One trainer rank: groups in, new weights out.
 
-    groups and evidence -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW -> StepReport
+    groups and evidence -> decode -> batcher -> packing -> (forward, backward) a micro-batch -> clip, AdamW
+    -> StepReport
 
-Every method but `save_step`, `open_transfer` and `close` is collective: all ranks call it with the same arguments. It knows no Ray, no store and no engine.
+Every method but `save_step`, `open_transfer` and `close` is collective: all ranks call it with the same arguments. It
+knows no Ray, no store and no engine.
 """
 
 import math
@@ -87,7 +89,9 @@ class PolicyTrainer:
             undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
             torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
             self._model, layout = load_policy(model_dir, config, self._ranks)
-            reference = load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+            reference = (
+                load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
+            )
             replay = BatchReplay(self._model) if config.replay_routing else None
             self._algorithm = build_algorithm(config.algorithm)
             settings = settings or LossSettings()
@@ -98,16 +102,34 @@ class PolicyTrainer:
                 meter = PullMeter(self._model, self._ranks, None if replay is None else replay.using)
                 real, loss = loss, PlantedLoss(loss, self._model)
                 self._due = DueFaults(
-                    settings.faults, loss, self._model, meter, real=real, uncorrected=uncorrected, corrects=settings.corrects
+                    settings.faults,
+                    loss,
+                    self._model,
+                    meter,
+                    real=real,
+                    uncorrected=uncorrected,
+                    corrects=settings.corrects,
                 )
             blocks = named_blocks(self._model)
             self._optimizer = planted_optimizer(settings.faults, blocks, config.optimizer, self._ranks, total_steps)
             watch = StepWatch(config, self._model, blocks, self._ranks)
             self._gradient = GradientStep(
-                self._model, loss, self._optimizer, self._ranks, watch=watch, replay=replay, gradloc=config.gradloc, dtype=DTYPES[config.dtype]
+                self._model,
+                loss,
+                self._optimizer,
+                self._ranks,
+                watch=watch,
+                replay=replay,
+                gradloc=config.gradloc,
+                dtype=DTYPES[config.dtype],
             )
             self._publisher = Publisher(
-                self._model, layout, model_dir, dtype=DTYPES[config.dtype], shard_bytes=weights.shard_bytes, ranks=self._ranks
+                self._model,
+                layout,
+                model_dir,
+                dtype=DTYPES[config.dtype],
+                shard_bytes=weights.shard_bytes,
+                ranks=self._ranks,
             )
             self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
             undo.pop_all()
@@ -125,9 +147,13 @@ class PolicyTrainer:
             self._transfer.release()
         self._random = RandomState.take(self._ranks.device)
         clock = PhaseClock()
-        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+        audited = [
+            audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
+        ]
         clock.end("decode")
-        batch = build_batch(audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs)
+        batch = build_batch(
+            audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs
+        )
         micro_batches: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         planted: tuple[PlantedFault, ...] = ()
         if self._due is not None:
@@ -136,15 +162,18 @@ class PolicyTrainer:
         clock.end("pack")
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
-        report = _report(request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0)
+        report = _report(
+            request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0
+        )
         return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
-        """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0 only; not collective.
+        """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0
+        only; not collective.
 
         Returns:
-            The report with the folder's name, and with those that made room for it; the report as it is where there is nothing to keep, or
-            with the reason where the disk refuses it.
+            The report with the folder's name, and with those that made room for it; the report as it is where there is
+            nothing to keep, or with the reason where the disk refuses it.
 
         Raises:
             UserError: no weights were published before the step.
@@ -153,8 +182,13 @@ class PolicyTrainer:
         if not reason:
             return report
         if self._published is None:
-            raise UserError(f"got a step to keep for {request.policy.key}, and no weights were published before it; publish the weights that it starts from")
-        whole = report if report.skipped or report.gradloc is None else report.gradloc  # what is applied may lack the culprits' terms
+            raise UserError(
+                f"got a step to keep for {request.policy.key}, and no weights were published before it; publish the "
+                "weights that it starts from"
+            )
+        whole = (
+            report if report.skipped or report.gradloc is None else report.gradloc
+        )  # what is applied may lack the culprits' terms
         saved = SavedStep(
             groups=groups,
             request=request,
@@ -197,8 +231,11 @@ class PolicyTrainer:
         )
         return self._published
 
-    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
-        """The manifest by which engines receive from GPU to GPU what was just published. On rank 0 only; not collective.
+    def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str
+    ) -> WeightManifest:
+        """The manifest by which engines receive from GPU to GPU what was just published. On rank 0 only; not
+        collective.
 
         Raises:
             UserError: the transport is disk.
@@ -285,7 +322,11 @@ def _report(
         correction_zero_fraction=sums["weight_zero"] / tokens,
         old_logprob_source=batch.old_logprob_source,
         advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
-        trained_ids=frozenset(s.trajectory_id for s in batch.samples if np.count_nonzero(s.loss_mask) > done.removed.get(s.trajectory_id, 0)),
+        trained_ids=frozenset(
+            s.trajectory_id
+            for s in batch.samples
+            if np.count_nonzero(s.loss_mask) > done.removed.get(s.trajectory_id, 0)
+        ),
         masked_ids=batch.masked_ids | done.removed.keys(),
         zero_variance_groups=batch.zero_variance_groups,
         phases_s=tuple(clock.phases),
@@ -296,7 +337,9 @@ def _report(
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,
         reward_parts=batch.reward_parts,
-        reference_kls=tuple((estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference),
+        reference_kls=tuple(
+            (estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference
+        ),
         log_ratios=log_ratios(sums, batch.old_logprob_source),
         probes=done.probes,
         attention_logits=done.attention_logits,

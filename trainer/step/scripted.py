@@ -1,4 +1,5 @@
-"""A trainer that trains nothing: for tests and benchmarks of the loop, with the method surface of `PolicyTrainer` and without torch."""
+"""A trainer that trains nothing: for tests and benchmarks of the loop, with the method surface of `PolicyTrainer` and
+without torch."""
 
 import os
 import time
@@ -28,7 +29,8 @@ _WEIGHTS = "model.safetensors"
 
 
 class ScriptedTrainer:
-    """Takes `config.scripted_step_s` a step, counts tokens honestly, and publishes the same small tensor under every version."""
+    """Takes `config.scripted_step_s` a step, counts tokens honestly, and publishes the same small tensor under every
+    version."""
 
     def __init__(self, config: TrainerConfig, seed: int = 0, vocab_size: int = 32) -> None:
         self._config = config
@@ -41,7 +43,9 @@ class ScriptedTrainer:
         started = time.perf_counter()
         decoded_groups = [decode(payload) for payload in groups.payloads]
         trajectories = [trajectory for group in decoded_groups for trajectory in group.trajectories]
-        kept = {trajectory.trajectory_id: _fresh_tokens(trajectory, request.oldest_version) for trajectory in trajectories}
+        kept = {
+            trajectory.trajectory_id: _fresh_tokens(trajectory, request.oldest_version) for trajectory in trajectories
+        }
         decoded = time.perf_counter()
         time.sleep(max(0.0, self._config.scripted_step_s - (decoded - started)))
         return StepReport(
@@ -62,7 +66,12 @@ class ScriptedTrainer:
             trained_ids=frozenset(trajectory_id for trajectory_id, tokens in kept.items() if tokens),
             masked_ids=frozenset(t.trajectory_id for t in trajectories if kept[t.trajectory_id] < t.num_sampled),
             reward_parts=reward_parts(decoded_groups),
-            phases_s=(("decode", decoded - started), ("pack", 0.0), ("forward_backward", time.perf_counter() - decoded), ("optimizer", 0.0)),
+            phases_s=(
+                ("decode", decoded - started),
+                ("pack", 0.0),
+                ("forward_backward", time.perf_counter() - decoded),
+                ("optimizer", 0.0),
+            ),
         )
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
@@ -70,7 +79,8 @@ class ScriptedTrainer:
         return report
 
     def publish(self, policy: PolicyVersion, directory: Path) -> WeightManifest | None:
-        """The first call writes `directory` durably; later ones link its weights under their own name, since nothing has changed."""
+        """The first call writes `directory` durably; later ones link its weights under their own name, since nothing
+        has changed."""
         if self._published is None:
             self._published = self._write(policy, directory)
             return self._published
@@ -82,13 +92,17 @@ class ScriptedTrainer:
         temporary.rename(directory)
         return self._published
 
-    def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
+    def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int, place: str
+    ) -> WeightManifest:
         """Refused: there is no GPU to send from.
 
         Raises:
             UserError: always, with the cure.
         """
-        raise UserError('got a GPU transport with trainer.type = "scripted", which has no GPU; set weights.transport = "disk"')
+        raise UserError(
+            'got a GPU transport with trainer.type = "scripted", which has no GPU; set weights.transport = "disk"'
+        )
 
     def send(self, manifest: WeightManifest) -> None:
         """Refused, as by `open_transfer`.

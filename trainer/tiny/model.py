@@ -3,7 +3,14 @@
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trainer.config.trainer import TinyModelConfig
 
@@ -14,7 +21,8 @@ VOCABULARY = {"<pad>": PAD_ID, "<eos>": EOS_ID} | {character: i + 2 for i, chara
 
 
 def tiny_architecture(config: TinyModelConfig) -> PreTrainedModel:
-    """A Qwen3 (0.3 M parameters) or Qwen3-MoE with four experts of which two are used; weights from torch's generator."""
+    """A Qwen3 (0.3 M parameters) or Qwen3-MoE with four experts of which two are used; weights from torch's
+    generator."""
     shape: dict[str, Any] = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 96,
@@ -34,7 +42,13 @@ def tiny_architecture(config: TinyModelConfig) -> PreTrainedModel:
         "dtype": "float32",
     }
     if config.moe:
-        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": []}
+        experts: dict[str, Any] = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 
@@ -44,4 +58,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab=VOCABULARY, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )

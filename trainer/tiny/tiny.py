@@ -1,4 +1,5 @@
-"""Builds the tiny model on the spot, once: a cached Hugging Face directory named by the digest of all that went into it."""
+"""Builds the tiny model on the spot, once: a cached Hugging Face directory named by the digest of all that went into
+it."""
 
 import json
 import os
@@ -37,8 +38,8 @@ def cached_tiny(config: TinyModelConfig, cache_dir: Path) -> Path | None:
 def build_tiny(config: TinyModelConfig, cache_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Path:
     """The directory of the model in Hugging Face format, built if it is not cached yet.
 
-    Several processes may build at once: each works in a directory of its own, the first to finish gives its own the final
-    name, and the others take that one. A directory with the final name is complete.
+    Several processes may build at once: each works in a directory of its own, the first to finish gives its own the
+    final name, and the others take that one. A directory with the final name is complete.
 
     Args:
         config: what to build.

@@ -1,8 +1,8 @@
 """Supervised warm start of the tiny model on two-digit sums, a share of which is wrong.
 
-From noisy sums a model learns the task and doubt at once: its best guess is mostly right, its samples often are not, and that
-gap is what reinforcement learning closes. Here the labels are what noisy sums are *on average*, a right digit mixed with all
-digits, so the model sees the doubt without the noise and needs about half the steps.
+From noisy sums a model learns the task and doubt at once: its best guess is mostly right, its samples often are not,
+and that gap is what reinforcement learning closes. Here the labels are what noisy sums are *on average*, a right digit
+mixed with all digits, so the model sees the doubt without the noise and needs about half the steps.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,11 @@ class WarmStart:
         return asdict(self)
 
 
-def warm_start(model: PreTrainedModel, target: float, seed: int, progress: Callable[[str], None], recipe: Recipe = RECIPE) -> WarmStart:
-    """Train `model` in place until a sample at temperature 1 is right with probability `target`, on sums that it never saw.
+def warm_start(
+    model: PreTrainedModel, target: float, seed: int, progress: Callable[[str], None], recipe: Recipe = RECIPE
+) -> WarmStart:
+    """Train `model` in place until a sample at temperature 1 is right with probability `target`, on sums that it never
+    saw.
 
     Raises:
         UserError: the target was not reached.
@@ -71,10 +74,16 @@ def warm_start(model: PreTrainedModel, target: float, seed: int, progress: Calla
         for _ in range(recipe.check_steps):
             run.train()
         reached = run.measure()
-        progress(f"warm start: step {reached.steps}, sampled accuracy {reached.sampled_accuracy:.2f}, greedy {reached.greedy_accuracy:.2f}")
+        progress(
+            f"warm start: step {reached.steps}, sampled accuracy {reached.sampled_accuracy:.2f}, greedy "
+            f"{reached.greedy_accuracy:.2f}"
+        )
         if reached.sampled_accuracy >= target:
             return reached
-    raise UserError(f"the warm start did not reach target_accuracy {target} in {recipe.max_steps} steps; choose a lower one or another seed")
+    raise UserError(
+        f"the warm start did not reach target_accuracy {target} in {recipe.max_steps} steps; choose a lower one or "
+        "another seed"
+    )
 
 
 class _Run:
@@ -117,14 +126,19 @@ class _Run:
 
     @torch.no_grad()
     def measure(self) -> WarmStart:
-        """Accuracies on the held-out sums: the sampled one exactly, as the mean probability of the right answer and its end."""
+        """Accuracies on the held-out sums: the sampled one exactly, as the mean probability of the right answer and its
+        end."""
         ids = encode(self._held_out, _sums(self._held_out))
         answer = ids[:, _PROMPT_TOKENS:]
         logprobs = torch.log_softmax(self._answer_logits(ids), dim=-1)
         padding = answer == PAD_ID
         right = logprobs.gather(2, answer.unsqueeze(2)).squeeze(2).masked_fill(padding, 0.0)
         greedy = ((logprobs.argmax(-1) == answer) | padding).all(dim=1)
-        return WarmStart(steps=self.num_steps, sampled_accuracy=right.sum(1).exp().mean().item(), greedy_accuracy=greedy.float().mean().item())
+        return WarmStart(
+            steps=self.num_steps,
+            sampled_accuracy=right.sum(1).exp().mean().item(),
+            greedy_accuracy=greedy.float().mean().item(),
+        )
 
     def _answer_logits(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [B, answer, V]: only positions that predict the answer reach the head."""
@@ -132,7 +146,8 @@ class _Run:
 
 
 def doubts(wrong_share: float) -> list[float]:
-    """Probability that the sum shown is a wrong one, before each place of the answer, when all places before were right.
+    """Probability that the sum shown is a wrong one, before each place of the answer, when all places before were
+    right.
 
     A wrong sum has the right digit in one of ten cases, so every right digit makes a wrong sum less likely.
     """
@@ -143,7 +158,8 @@ def doubts(wrong_share: float) -> list[float]:
 
 
 def encode(pairs: NDArray[np.int64], sums: NDArray[np.int64]) -> Tensor:
-    """[B] pairs (100 a + b) with the sums to show -> [B, 10] ids of `ab+cd=`, the sum's digits in reverse, the end, padding."""
+    """[B] pairs (100 a + b) with the sums to show -> [B, 10] ids of `ab+cd=`, the sum's digits in reverse, the end,
+    padding."""
     first, second = pairs // 100, pairs % 100
     ids = np.full((pairs.size, _PROMPT_TOKENS + _ANSWER_TOKENS), PAD_ID, dtype=np.int64)
     for column, digit in ((0, first // 10), (1, first % 10), (3, second // 10), (4, second % 10)):
@@ -165,14 +181,19 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def build_model(directory: Path, config: TinyModelConfig, progress: Callable[[str], None]) -> dict[str, float]:
-    """Build, warm-start and save the model and its tokenizer; answers with what the warm start reached (empty without one)."""
+    """Build, warm-start and save the model and its tokenizer; answers with what the warm start reached (empty without
+    one)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that the result does not depend on the machine's number of cores
     try:
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             torch.manual_seed(config.seed)  # pyright: ignore[reportUnknownMemberType]
             model = tiny_architecture(config)
-            reached = warm_start(model, config.target_accuracy, config.seed, progress).as_dict() if config.target_accuracy else {}
+            reached = (
+                warm_start(model, config.target_accuracy, config.seed, progress).as_dict()
+                if config.target_accuracy
+                else {}
+            )
     finally:
         torch.set_num_threads(threads)
     disable_progress_bar()

@@ -1,6 +1,8 @@
-"""What the service finds about a trajectory, and its binary form: an annotation that the store keeps with the group. Numpy only.
+"""What the service finds about a trajectory, and its binary form: an annotation that the store keeps with the group.
+Numpy only.
 
-A finding says what was checked and what came out; the verdict follows from the findings; the attribution says which causes explain the gap, in nats.
+A finding says what was checked and what came out; the verdict follows from the findings; the attribution says which
+causes explain the gap, in nats.
 """
 
 import json
@@ -133,7 +135,9 @@ class TrajectoryEvidence:
     def __post_init__(self) -> None:
         if not self.scored.shape == self.behaviour_logprobs.shape == self.masked.shape:
             shapes = f"{self.scored.shape}, {self.behaviour_logprobs.shape}, {self.masked.shape}"
-            raise ValueError(f"evidence of {self.trajectory_id}: scored, log-probs and mask have shapes {shapes}; expected one [T]")
+            raise ValueError(
+                f"evidence of {self.trajectory_id}: scored, log-probs and mask have shapes {shapes}; expected one [T]"
+            )
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -154,7 +158,8 @@ class GroupEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AuditedGroup:
-    """A group with what the service found about it; None where it was not scored: then all of it is accepted as logged."""
+    """A group with what the service found about it; None where it was not scored: then all of it is accepted as
+    logged."""
 
     group: TrajectoryGroup
     evidence: GroupEvidence | None = None
@@ -178,7 +183,8 @@ def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
 
 
 def encode_evidence(evidence: GroupEvidence) -> bytes:
-    """Magic, length of the JSON header, header, then the float32 log-probs and the bit-packed masks of all trajectories."""
+    """Magic, length of the JSON header, header, then the float32 log-probs and the bit-packed masks of all
+    trajectories."""
     rows = [_row(trajectory) for trajectory in evidence.trajectories]
     document = {
         "dispatch_id": evidence.dispatch_id,
@@ -188,7 +194,10 @@ def encode_evidence(evidence: GroupEvidence) -> bytes:
     }
     header = json.dumps(document, separators=(",", ":")).encode()
     logprobs = np.concatenate([t.behaviour_logprobs for t in evidence.trajectories]).astype("<f4")
-    scored, masked = (np.packbits(np.concatenate(columns)) for columns in zip(*((t.scored, t.masked) for t in evidence.trajectories), strict=True))
+    scored, masked = (
+        np.packbits(np.concatenate(columns))
+        for columns in zip(*((t.scored, t.masked) for t in evidence.trajectories), strict=True)
+    )
     body = logprobs.tobytes() + scored.tobytes() + masked.tobytes()
     return _MAGIC + len(header).to_bytes(4, "little") + header + body
 
@@ -200,7 +209,9 @@ def decode_evidence(payload: bytes) -> GroupEvidence:
         ConcordError: the bytes are damaged or of another format.
     """
     if payload[:4] != _MAGIC:
-        raise ConcordError(f"evidence starts with {payload[:4]!r}; expected {_MAGIC!r}: it was written by another version of Concord")
+        raise ConcordError(
+            f"evidence starts with {payload[:4]!r}; expected {_MAGIC!r}: it was written by another version of Concord"
+        )
     with boundary(ConcordError, "evidence is damaged"):
         size = int.from_bytes(payload[4:8], "little")
         header = cast(dict[str, Any], json.loads(payload[8 : 8 + size]))
@@ -209,7 +220,9 @@ def decode_evidence(payload: bytes) -> GroupEvidence:
         logprobs = np.frombuffer(payload, dtype="<f4", count=total, offset=at)
         packed = -(-total // 8)
         scored = np.unpackbits(np.frombuffer(payload, np.uint8, packed, at + 4 * total), count=total).astype(np.bool_)
-        masked = np.unpackbits(np.frombuffer(payload, np.uint8, packed, at + 4 * total + packed), count=total).astype(np.bool_)
+        masked = np.unpackbits(np.frombuffer(payload, np.uint8, packed, at + 4 * total + packed), count=total).astype(
+            np.bool_
+        )
         ends = np.cumsum(lengths).tolist()
         slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         return GroupEvidence(
@@ -217,7 +230,8 @@ def decode_evidence(payload: bytes) -> GroupEvidence:
             replica=header["replica"],
             policies=tuple(PolicyVersion.parse(key) for key in header["policies"]),
             trajectories=tuple(
-                _trajectory(row, logprobs[part], scored[part], masked[part]) for row, part in zip(header["trajectories"], slices, strict=True)
+                _trajectory(row, logprobs[part], scored[part], masked[part])
+                for row, part in zip(header["trajectories"], slices, strict=True)
             ),
         )
 
@@ -229,8 +243,14 @@ def _row(evidence: TrajectoryEvidence) -> dict[str, Any]:
         "size": evidence.scored.size,
         "verdict": evidence.verdict,
         "suspects": evidence.suspects,
-        "findings": [{field.name: getattr(finding, field.name) for field in fields(finding)} for finding in evidence.findings],
-        "attribution": None if attribution is None else {"gap": attribution.gap, "parts": attribution.parts, "residual": attribution.residual},
+        "findings": [
+            {field.name: getattr(finding, field.name) for field in fields(finding)} for finding in evidence.findings
+        ],
+        "attribution": (
+            None
+            if attribution is None
+            else {"gap": attribution.gap, "parts": attribution.parts, "residual": attribution.residual}
+        ),
     }
 
 
@@ -252,9 +272,15 @@ def _trajectory(
 
 def _finding(row: dict[str, Any]) -> Finding:
     return Finding(
-        check=Check(row["check"]), severity=Severity(row["severity"]), code=row["code"], detail=row["detail"], positions=tuple(row["positions"])
+        check=Check(row["check"]),
+        severity=Severity(row["severity"]),
+        code=row["code"],
+        detail=row["detail"],
+        positions=tuple(row["positions"]),
     )
 
 
 def _attribution(row: dict[str, Any]) -> Attribution:
-    return Attribution(gap=row["gap"], parts=tuple((Cause(cause), nats) for cause, nats in row["parts"]), residual=row["residual"])
+    return Attribution(
+        gap=row["gap"], parts=tuple((Cause(cause), nats) for cause, nats in row["parts"]), residual=row["residual"]
+    )

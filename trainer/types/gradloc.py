@@ -1,4 +1,5 @@
-"""What a gradient search leaves for people and for the driver: culprits with everything known of them. Torch-free. Layer 3 of diagnosis."""
+"""What a gradient search leaves for people and for the driver: culprits with everything known of them. Torch-free.
+Layer 3 of diagnosis."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,11 +11,13 @@ class CulpritType(StrEnum):
     """What is odd about a culprit, in the order in which it is asked."""
 
     TOKEN_MISMATCH = "A1"
-    """Its importance ratio is outside the bounds: engine and trainer, or old and new policy, disagree about this token."""
+    """Its importance ratio is outside the bounds: engine and trainer, or old and new policy, disagree about this
+    token."""
     SEQUENCE_MISMATCH = "A2"
     """Its own ratio is not, but the geometric mean over its sequence is."""
     BLOCK_HETEROGENEITY = "B"
-    """The ratios are in bounds; its gradient in some block is far above the block's own history, while half of the blocks are not."""
+    """The ratios are in bounds; its gradient in some block is far above the block's own history, while half of the
+    blocks are not."""
     UNCLASSIFIED = "unclassified"
     """None of these, or too little is known."""
 
@@ -55,13 +58,15 @@ class Culprit:
     block_norms: tuple[tuple[str, float], ...]
     """(block, norm) of the same gradient, in the order of the model."""
     block_ratios: tuple[tuple[str, float], ...]
-    """(block, that norm over the usual norm of the block in a whole step); empty before the trainer has seen enough steps."""
+    """(block, that norm over the usual norm of the block in a whole step); empty before the trainer has seen enough
+    steps."""
     logprob: float
     """The trainer's, nats, at the sampling temperature."""
     rollout_logprob: float
     """The engine's, nats."""
     d_engine: float | None
-    """log pi at the version that sampled it, by the trainer, minus the engine's, nats; None where the token was not scored."""
+    """log pi at the version that sampled it, by the trainer, minus the engine's, nats; None where the token was not
+    scored."""
     d_stale: float | None
     """log pi now minus log pi at the version that sampled it, nats; None where the token was not scored."""
     omega: float
@@ -91,7 +96,8 @@ class GradLocEvidence:
     threshold: float
     """Of that norm; NaN before the calibration has one."""
     tau: float
-    """Norm of one token's gradient, before its weight, that the search called suspicious; NaN where it looked for what is not finite and none was known."""
+    """Norm of one token's gradient, before its weight, that the search called suspicious; NaN where it looked for what
+    is not finite and none was known."""
     explained: float
     """Share of the squared norm that goes with the culprits; NaN where that was not measured."""
     culprits: tuple[Culprit, ...]
@@ -110,7 +116,11 @@ class GradLocEvidence:
     @property
     def exceeds_after(self) -> bool:
         """Whether the repeated step is still above the threshold (or not finite). It is not searched a second time."""
-        return self.grad_norm_after is not None and not self.grad_norm_after <= self.threshold and self.threshold == self.threshold
+        return (
+            self.grad_norm_after is not None
+            and not self.grad_norm_after <= self.threshold
+            and self.threshold == self.threshold
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

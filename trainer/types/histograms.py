@@ -1,6 +1,7 @@
 """Values reduced to counts by bucket: how a distribution travels on a report. Numpy only.
 
-Bucket i holds the values in (edges[i - 1], edges[i]], as Prometheus counts them; the last one holds what is above all edges.
+Bucket i holds the values in (edges[i - 1], edges[i]], as Prometheus counts them; the last one holds what is above all
+edges.
 """
 
 import math
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 RATIOS = (1.001, 1.01, 1.05, 1.1, 1.25, 1.5, 2.0, 5.0, 10.0, 100.0)
 """Importance ratios at which the buckets of a log-ratio end, on either side of 1."""
-LOG_RATIO_EDGES: tuple[float, ...] = tuple(round(sign * math.log(r), 6) for sign, side in ((-1, reversed(RATIOS)), (1, RATIOS)) for r in side)
+LOG_RATIO_EDGES: tuple[float, ...] = tuple(
+    round(sign * math.log(r), 6) for sign, side in ((-1, reversed(RATIOS)), (1, RATIOS)) for r in side
+)
 """Nats; symmetric, so that a ratio and its inverse are treated alike."""
 
 

@@ -27,7 +27,8 @@ class LossInputs(Protocol):
 
 
 class Algorithm(Protocol):
-    """A policy-gradient algorithm: advantages from rewards, and a loss term a token. The trainer knows no more of it."""
+    """A policy-gradient algorithm: advantages from rewards, and a loss term a token. The trainer knows no more of
+    it."""
 
     def advantages(self, rewards: Sequence[Reward]) -> NDArray[np.float32]:
         """[G] advantages of one group's trajectories."""

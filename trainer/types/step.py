@@ -34,7 +34,8 @@ class OldLogprobSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSample:
-    """One trajectory as the loss sees it. Arrays are token-aligned: entry t belongs to token t, whose logits come from position t - 1."""
+    """One trajectory as the loss sees it. Arrays are token-aligned: entry t belongs to token t, whose logits come from
+    position t - 1."""
 
     trajectory_id: str
     token_ids: NDArray[np.int32]
@@ -133,7 +134,8 @@ class StepReport:
     approx_kl: float
     """Mean k3 of old against new log-probs, nats."""
     mean_abs_logprob_difference: float
-    """Mean |log pi_now - old log-prob| over the loss's tokens, nats: staleness alone where the old log-probs were recomputed, else staleness and engine."""
+    """Mean |log pi_now - old log-prob| over the loss's tokens, nats: staleness alone where the old log-probs were
+    recomputed, else staleness and engine."""
     reference_kl: float
     """Mean of the configured estimator; 0 without a reference."""
     advantage_std: float
@@ -144,9 +146,11 @@ class StepReport:
     zero_variance_groups: int = 0
     """Groups whose rewards are all alike: in the denominators, without a gradient."""
     phases_s: tuple[tuple[str, float], ...] = ()
-    """(phase, seconds): decode, pack, forward_backward, gradloc (with the repetition of the step, if any), optimizer."""
+    """(phase, seconds): decode, pack, forward_backward, gradloc (with the repetition of the step, if any),
+    optimizer."""
     skipped: str = ""
-    """Reason why no step was applied (non-finite loss, gradient or update, or a spike under `trainer.gradloc.action = "skip"`), else empty."""
+    """Reason why no step was applied (non-finite loss, gradient or update, or a spike under `trainer.gradloc.action =
+    "skip"`), else empty."""
     gradloc: GradLocEvidence | None = None
     """Of the search for the tokens behind the step's gradient; None where nothing asked for one."""
     quarantined: tuple[Quarantined, ...] = ()
@@ -156,9 +160,11 @@ class StepReport:
     block_norms: tuple[tuple[str, float], ...] = ()
     """(block, L2 norm of its gradient before any clip), in the order of the model."""
     block_scales: tuple[tuple[str, float], ...] = ()
-    """(block, factor of its gradient by `trainer.optimizer.clip`), without the global clip; empty where no step was applied."""
+    """(block, factor of its gradient by `trainer.optimizer.clip`), without the global clip; empty where no step was
+    applied."""
     block_thresholds: tuple[tuple[str, float | None], ...] = ()
-    """(block, norm at which `trainer.optimizer.clip` clips it); None where it has none of its own, or none yet; empty where no step was applied."""
+    """(block, norm at which `trainer.optimizer.clip` clips it); None where it has none of its own, or none yet; empty
+    where no step was applied."""
     probes: tuple[tuple[str, str, float], ...] = ()
     """(probe, block, value) of the probes of `trainer.probes` that are on."""
     attention_logits: tuple[tuple[str, tuple[float, ...]], ...] = ()
@@ -168,12 +174,14 @@ class StepReport:
     reference_kls: tuple[tuple[str, float], ...] = ()
     """(estimator, mean over the loss's tokens in nats), k1 and k3; empty without a reference."""
     log_ratios: tuple[tuple[str, BucketCounts], ...] = ()
-    """(part, log-ratios of the loss's tokens by the buckets of `trainer.types.histograms.LOG_RATIO_EDGES`): log pi_now - rollout log-prob (`total`), and where
-    old log-probs were recomputed its parts recomputed - rollout (`engine`) and log pi_now - recomputed (`stale`)."""
+    """(part, log-ratios of the loss's tokens by the buckets of `trainer.types.histograms.LOG_RATIO_EDGES`): log pi_now
+    - rollout log-prob (`total`), and where old log-probs were recomputed its parts recomputed - rollout (`engine`) and
+    log pi_now - recomputed (`stale`)."""
     mean_abs_rollout_difference: float = 0.0
     """Mean |log pi_now - rollout log-prob| over the loss's tokens, nats: |d_total|."""
     mean_abs_engine_difference: float = 0.0
-    """Mean |old log-prob - rollout log-prob| over the loss's tokens, nats: |d_engine| where the old log-probs were recomputed, else 0."""
+    """Mean |old log-prob - rollout log-prob| over the loss's tokens, nats: |d_engine| where the old log-probs were
+    recomputed, else 0."""
     correction_weight_mean: float = 1.0
     """Mean importance weight of the loss's tokens, after the correction."""
     correction_ess: float = 1.0
@@ -184,7 +192,8 @@ class StepReport:
     routing_replayed_fraction: float = 0.0
     """Share of the inputs that predict something whose experts were the engine's; 0 without a replay."""
     routing_fallback_fraction: float = 0.0
-    """Share of them whose experts were the trainer's own although a replay was asked for: the engine's are missing or hollow; 0 without a replay."""
+    """Share of them whose experts were the trainer's own although a replay was asked for: the engine's are missing or
+    hollow; 0 without a replay."""
     planted: tuple[PlantedFault, ...] = ()
     """Gradient faults of `[faults]` that the step was due."""
     saved: str = ""

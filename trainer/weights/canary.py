@@ -7,12 +7,14 @@ CANARY_TOKENS = 32
 
 
 def canary_token_ids(vocab_size: int, tokenizer_size: int, max_context: int | None) -> NDArray[np.int32]:
-    """[C] ids that every engine of this model accepts: a fixed walk through the tokenizer's vocabulary, at most 32 tokens.
+    """[C] ids that every engine of this model accepts: a fixed walk through the tokenizer's vocabulary, at most 32
+    tokens.
 
     Args:
         vocab_size: rows of the embedding.
         tokenizer_size: ids of the tokenizer; ids above it have rows but no text.
-        max_context: tokens of the longest sequence; one place is left for the token that an engine must sample to answer.
+        max_context: tokens of the longest sequence; one place is left for the token that an engine must sample to
+            answer.
     """
     ids = min(vocab_size, tokenizer_size)
     length = CANARY_TOKENS if max_context is None else max(2, min(CANARY_TOKENS, max_context - 1))

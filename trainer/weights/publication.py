@@ -1,4 +1,5 @@
-"""The current weights become a complete model directory with a manifest, gathered tensor by tensor. It knows no engine."""
+"""The current weights become a complete model directory with a manifest, gathered tensor by tensor. It knows no
+engine."""
 
 import hashlib
 import json
@@ -32,7 +33,17 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
-_STATIC_FILES = ("*config.json", "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*")
+_STATIC_FILES = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens*",
+    "added_tokens*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +58,22 @@ class _Shard:
 class Publisher:
     """Writes published directories; one lives as long as its trainer."""
 
-    def __init__(self, model: PolicyModel, layout: TensorLayout, model_dir: Path, *, dtype: torch.dtype, shard_bytes: int, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        layout: TensorLayout,
+        model_dir: Path,
+        *,
+        dtype: torch.dtype,
+        shard_bytes: int,
+        ranks: Ranks,
+    ) -> None:
         self._model, self._layout, self._model_dir = model, layout, model_dir
         self._dtype, self._shard_bytes, self._ranks = dtype, shard_bytes, ranks
         self._linked_from: Path | None = None
         self.order: dict[str, int] = {}
-        """On rank 0: place of each tensor in the order in which `whole_tensors` yields them, once something was published."""
+        """On rank 0: place of each tensor in the order in which `whole_tensors` yields them, once something was
+        published."""
 
     def publish(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
         """Write `directory`; rank 0 returns its manifest, the others None. Collective.
@@ -122,7 +143,8 @@ class Publisher:
                     yield stored, part.detach().contiguous()
 
     def _tensors_to_write(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint name and CPU tensor of everything published, on rank 0 only; the others take part in the gathering and see none."""
+        """Checkpoint name and CPU tensor of everything published, on rank 0 only; the others take part in the gathering
+        and see none."""
         with torch.no_grad():
             for name, tensor in stored_tensors(self._model.causal_lm):
                 whole = self._whole(tensor)
@@ -147,11 +169,17 @@ class Publisher:
         self._linked_from = directory
 
     def _static_files(self, temporary: Path) -> frozenset[Path]:
-        """Copy config and tokenizer; from the second publication on, link the copies of the one before. Returns the links."""
+        """Copy config and tokenizer; from the second publication on, link the copies of the one before. Returns the
+        links."""
         if self._linked_from is not None and self._linked_from.is_dir():
-            source, names = self._linked_from, sorted({path.name for pattern in _STATIC_FILES for path in self._linked_from.glob(pattern)})
+            source, names = (
+                self._linked_from,
+                sorted({path.name for pattern in _STATIC_FILES for path in self._linked_from.glob(pattern)}),
+            )
             return frozenset(temporary / name for name in names if _link_or_copy(source / name, temporary / name))
-        for path in sorted({path for pattern in _STATIC_FILES for path in self._model_dir.glob(pattern) if path.is_file()}):
+        for path in sorted(
+            {path for pattern in _STATIC_FILES for path in self._model_dir.glob(pattern) if path.is_file()}
+        ):
             shutil.copyfile(path, temporary / path.name)
         self._declare_dtype(temporary / "config.json")
         return frozenset()
@@ -180,13 +208,20 @@ def _save_shard(temporary: Path, number: int, tensors: dict[str, Tensor]) -> _Sh
     with boundary(UserError, f"cannot write weights to {temporary} (free space, or choose another run directory)"):
         cast(Any, safetensors.torch).save_file(tensors, path, metadata={"format": "pt"})
     entries = tuple(tensor_entry(name, tensor) for name, tensor in tensors.items())
-    return _Shard(path=path, entries=entries, num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    return _Shard(
+        path=path, entries=entries, num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    )
 
 
 def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
     """Name, dtype, shape and digest of a contiguous CPU tensor."""
     raw = tensor.reshape(-1).view(torch.uint8).numpy()
-    return TensorEntry(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), sha256=hashlib.sha256(raw.data).hexdigest())
+    return TensorEntry(
+        name=name,
+        dtype=_DTYPE_NAMES[tensor.dtype],
+        shape=tuple(tensor.shape),
+        sha256=hashlib.sha256(raw.data).hexdigest(),
+    )
 
 
 def _name_shards(temporary: Path, shards: list[_Shard]) -> None:
@@ -199,5 +234,8 @@ def _name_shards(temporary: Path, shards: list[_Shard]) -> None:
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard.path.rename(temporary / name)
         weight_map.update({entry.name: name for entry in shard.entries})
-    index = {"metadata": {"total_size": sum(shard.num_bytes for shard in shards)}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": sum(shard.num_bytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

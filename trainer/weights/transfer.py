@@ -1,6 +1,8 @@
-"""One trainer rank's half of a GPU transport: where engines meet it, and the current weights sent to them without the disk.
+"""One trainer rank's half of a GPU transport: where engines meet it, and the current weights sent to them without the
+disk.
 
-The bytes move through the inference engine's own transfer, behind `Sender`. It knows no Ray, no schedule and no replica's state.
+The bytes move through the inference engine's own transfer, behind `Sender`. It knows no Ray, no schedule and no
+replica's state.
 """
 
 import socket
@@ -68,12 +70,26 @@ class Transfer:
         source: Source,
         connect: Callable[[Rendezvous, WeightManifest, int, Source], Sender] = vllm_sender,
     ) -> None:
-        self._transport, self._rank, self._device, self._source, self._connect = transport, rank, device, source, connect
+        self._transport, self._rank, self._device, self._source, self._connect = (
+            transport,
+            rank,
+            device,
+            source,
+            connect,
+        )
         self._opened: tuple[Members, Rendezvous] | None = None
         self._sender: tuple[str, Sender] | None = None
 
-    def open(self, manifest: WeightManifest, order: Mapping[str, int], members: Sequence[tuple[int, int]], workers: int, place: str) -> WeightManifest:
-        """The manifest of the transfer, on rank 0: its location is the rendezvous, its tensors stand in the order in which they are sent.
+    def open(
+        self,
+        manifest: WeightManifest,
+        order: Mapping[str, int],
+        members: Sequence[tuple[int, int]],
+        workers: int,
+        place: str,
+    ) -> WeightManifest:
+        """The manifest of the transfer, on rank 0: its location is the rendezvous, its tensors stand in the order in
+        which they are sent.
 
         Args:
             manifest: what was published to disk, of the same weights.
@@ -97,12 +113,19 @@ class Transfer:
         if self._opened is None or self._opened[0] != members:
             first_ranks = tuple(slot * workers for slot, _ in members)
             world_size = 1 + len(members) * workers
-            found = Rendezvous(transport=Transport.NCCL, host=place, port=free_port(place), world_size=world_size, first_ranks=first_ranks)
+            found = Rendezvous(
+                transport=Transport.NCCL,
+                host=place,
+                port=free_port(place),
+                world_size=world_size,
+                first_ranks=first_ranks,
+            )
             self._opened = (members, found)
         return self._opened[1]
 
     def send(self, manifest: WeightManifest) -> None:
-        """Send the current weights under a manifest of `open`. Collective; when it returns they may change (ipc: after `release`).
+        """Send the current weights under a manifest of `open`. Collective; when it returns they may change (ipc: after
+        `release`).
 
         Raises:
             WeightSyncError: it broke off; the next `open` names a new rendezvous.
@@ -144,7 +167,8 @@ def free_port(host: str) -> int:
 
 @contextmanager
 def _current(device: torch.device) -> Generator[None]:
-    """Make `device` the current one, with all its work done before and after: tensors are read on streams of their own."""
+    """Make `device` the current one, with all its work done before and after: tensors are read on streams of their
+    own."""
     if device.type != "cuda":
         yield
         return

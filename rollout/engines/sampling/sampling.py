@@ -22,8 +22,8 @@ class Uniforms:
     def stream(self, key: int, first: int, count: int) -> NDArray[np.float64]:
         """Numbers [first, first + count) of the stream of `key`, strictly between 0 and 1.
 
-        Number i depends on the key and on i alone, so a sample's randomness is independent of its batch. 52 bits and a half
-        keep every number so far below 1 that its product with a sum of probabilities stays below that sum.
+        Number i depends on the key and on i alone, so a sample's randomness is independent of its batch. 52 bits and a
+        half keep every number so far below 1 that its product with a sum of probabilities stays below that sum.
         """
         # Setting a generator's state is ten times quicker than building a generator.
         self._origin["state"]["key"][0] = key

@@ -1,4 +1,5 @@
-"""What the scripted engine answers: tokens, log-probs, latencies, lengths, all functions of a sample's key. It knows no time."""
+"""What the scripted engine answers: tokens, log-probs, latencies, lengths, all functions of a sample's key. It knows no
+time."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,10 @@ class ScriptedDraws:
     def _draw_tokens(self, size: int, eos_ids: tuple[int, ...]) -> NDArray[np.int32]:
         allowed = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), np.asarray(eos_ids, dtype=np.int32))
         if not allowed.size:
-            raise UserError(f"got engine.vocab_size = {self._vocab_size} and end tokens {eos_ids}; expected a token that ends nothing: raise engine.vocab_size")
+            raise UserError(
+                f"got engine.vocab_size = {self._vocab_size} and end tokens {eos_ids}; expected a token that ends "
+                "nothing: raise engine.vocab_size"
+            )
         pool = allowed[(np.random.default_rng(0).random(size) * allowed.size).astype(np.int64)]
         pool.setflags(write=False)
         return pool

@@ -1,8 +1,8 @@
 """A seeded fake engine: a sample occupies a slot for a drawn latency and returns drawn tokens. It needs numpy only.
 
-It owns slots, pauses and version spans in the same way as a real engine: a sample that a weight update interrupts has the
-share of its tokens that fits its elapsed time under the old version, and the rest under the new one. With latency 0 a
-request is answered within the call, without timers.
+It owns slots, pauses and version spans in the same way as a real engine: a sample that a weight update interrupts has
+the share of its tokens that fits its elapsed time under the old version, and the rest under the new one. With latency 0
+a request is answered within the call, without timers.
 """
 
 import asyncio
@@ -30,14 +30,17 @@ from rollout.types.weights import ApplyReport, WeightManifest
 class ScriptedEngine:
     """See the module."""
 
-    def __init__(self, config: ScriptedConfig, identity: EngineIdentity, clock: Clock | None = None, shortest: int | None = None) -> None:
+    def __init__(
+        self, config: ScriptedConfig, identity: EngineIdentity, clock: Clock | None = None, shortest: int | None = None
+    ) -> None:
         """One replica.
 
         Args:
             config: slots, latency and vocabulary.
             identity: the replica's.
             clock: the event loop's by default.
-            shortest: samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token; None: all have `max_new_tokens`.
+            shortest: samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token;
+                None: all have `max_new_tokens`.
         """
         self._config, self._identity = config, identity
         self._clock: Clock = clock or LoopClock()
@@ -87,7 +90,9 @@ class ScriptedEngine:
         canary = self._served().canary
         if np.array_equal(canary.token_ids, token_ids):
             return canary.logprobs.copy()
-        key = int.from_bytes(hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little")
+        key = int.from_bytes(
+            hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little"
+        )
         return self._script.score(key, token_ids.size - 1)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -119,7 +124,12 @@ class ScriptedEngine:
             await self._sleep(self._config.apply_s)
         self._digest, self._manifest = await asyncio.to_thread(_received_digest, manifest), manifest
         interrupted = len({s.request.request.request_id for s in self._occupied})
-        return ApplyReport(policy=manifest.policy, digest=self._digest, pause_s=self._clock.now() - self._paused_at_s, interrupted=interrupted)
+        return ApplyReport(
+            policy=manifest.policy,
+            digest=self._digest,
+            pause_s=self._clock.now() - self._paused_at_s,
+            interrupted=interrupted,
+        )
 
     async def resume(self) -> None:
         """Start the clocks of frozen samples again and fill free slots."""
@@ -161,7 +171,9 @@ class ScriptedEngine:
         busy_s = self._busy_s
         if self._occupied and not self._frozen:
             busy_s += self._clock.now() - self._busy_since_s
-        return EngineLoad(running=len(self._occupied) + len(self._waiting), busy_s=busy_s, generated_tokens=self._generated_tokens)
+        return EngineLoad(
+            running=len(self._occupied) + len(self._waiting), busy_s=busy_s, generated_tokens=self._generated_tokens
+        )
 
     async def stop(self) -> None:
         """Fail what runs and refuse what comes."""
@@ -184,7 +196,10 @@ class ScriptedEngine:
     async def _serve(self, request: GenerationRequest, first: int) -> AsyncIterator[TokenChunk]:
         policy = self._served().policy
         if request.request_id in self._requests:
-            raise EngineError(f"request {request.request_id} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
+            raise EngineError(
+                f"request {request.request_id} is already running on replica {self._identity.replica}; ids are "
+                "idempotent, use a new one"
+            )
         record = self._script.begin(request, first)
         if self._paused_at_s is None and not self._config.latency_mean_s:
             for sample in record.samples:
@@ -200,7 +215,9 @@ class ScriptedEngine:
             for _ in record.samples:
                 chunks = await record.chunks.get()
                 if self._stopped:
-                    raise EngineError(f"request {request.request_id}: replica {self._identity.replica} was stopped while it ran")
+                    raise EngineError(
+                        f"request {request.request_id}: replica {self._identity.replica} was stopped while it ran"
+                    )
                 for chunk in chunks:
                     yield chunk
         finally:
@@ -209,7 +226,8 @@ class ScriptedEngine:
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def _fill_slots(self, at_s: float) -> None:
-        """Start waiting samples, in order, at `at_s` (a slot that fell free in the past starts the next sample then)."""
+        """Start waiting samples, in order, at `at_s` (a slot that fell free in the past starts the next sample
+        then)."""
         if self._frozen:
             return
         held: list[ScriptedSample] = []

@@ -1,4 +1,5 @@
-"""The samples of the scripted engine's requests: how long, for how long, which tokens. It knows no slots and no clock."""
+"""The samples of the scripted engine's requests: how long, for how long, which tokens. It knows no slots and no
+clock."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -73,12 +74,17 @@ class SampleScript:
             longest = min(longest, self._config.max_model_len - request.prompt_ids.size)
         if longest <= first:
             raise UserError(
-                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave no room for a token"
-                f" (max_new_tokens {request.sampling.max_new_tokens}, context {self._config.max_model_len}); shorten the prompt or raise the limits"
+                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave"
+                f" no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
+                f"{self._config.max_model_len}); shorten the prompt or raise the limits"
             )
         record = ScriptedRequest(request, longest, [], asyncio.Queue(), request.num_samples)
         for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
-            shortest = longest if self._shortest is None or request.sampling.ignore_eos else min(longest, max(self._shortest, first + 1))
+            shortest = (
+                longest
+                if self._shortest is None or request.sampling.ignore_eos
+                else min(longest, max(self._shortest, first + 1))
+            )
             bits = draw_bits(key)
             length = longest if shortest == longest else self._draws.length(bits, shortest, longest)
             latency_s = self._draws.latency_s(bits) * (length - first) / length if self._config.latency_mean_s else 0.0
@@ -97,7 +103,9 @@ class SampleScript:
         """Log-probs [count] drawn from a key."""
         return self._draws.logprobs(draw_bits(key), 0, count).copy()
 
-    def _chunk(self, sample: ScriptedSample, span: tuple[PolicyVersion, int, int], finish: FinishReason | None) -> TokenChunk:
+    def _chunk(
+        self, sample: ScriptedSample, span: tuple[PolicyVersion, int, int], finish: FinishReason | None
+    ) -> TokenChunk:
         policy, start, stop = span
         request = sample.request.request
         token_ids = self._draws.tokens(sample.bits, start, stop, request.eos_ids)

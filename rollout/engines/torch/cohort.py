@@ -1,7 +1,7 @@
 """Rows that are decoded together: one batch, one KV cache. It knows no queue, no pause and no thread.
 
-A cohort's step runs the model once over all of its rows. New rows join behind the old ones after a prefill of their prompt;
-when rows finish, the last ones take their places, so the batch is dense at every step.
+A cohort's step runs the model once over all of its rows. New rows join behind the old ones after a prefill of their
+prompt; when rows finish, the last ones take their places, so the batch is dense at every step.
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +79,9 @@ class Row:
         if not self.routing:
             return None
         chosen = cast(Experts, np.concatenate(self.routing))
-        experts = cast(Experts, np.zeros((len(self.given) + len(self.tokens) - 1, *chosen.shape[1:]), dtype=chosen.dtype))
+        experts = cast(
+            Experts, np.zeros((len(self.given) + len(self.tokens) - 1, *chosen.shape[1:]), dtype=chosen.dtype)
+        )
         covered = np.zeros(experts.shape[0], dtype=np.bool_)
         experts[: chosen.shape[0]], covered[: chosen.shape[0]] = chosen[: experts.shape[0]], True
         return RoutingTrace(experts=experts, covered=covered)
@@ -95,7 +97,8 @@ class Cohort:
         self._sampling: RowSampling | None = None
 
     def admit(self, pieces: list[list[Row]], policy: PolicyVersion) -> list[Row]:
-        """Prefill each piece's common prompt once, sample the first token of each of its rows; the rows that ended with it."""
+        """Prefill each piece's common prompt once, sample the first token of each of its rows; the rows that ended with
+        it."""
         finished: list[Row] = []
         for batch in _batches(pieces):
             prompts = [piece[0].given for piece in batch]
@@ -130,7 +133,8 @@ class Cohort:
     def rebuild(self) -> None:
         """Compute the KV of all rows anew, under the weights that are loaded now.
 
-        What was noted about tokens already sampled (log-probs, policy, routing) stays: it belongs to the weights that sampled them.
+        What was noted about tokens already sampled (log-probs, policy, routing) stays: it belongs to the weights that
+        sampled them.
         """
         self._cache = RowCache()
         first = 0
@@ -158,9 +162,15 @@ class Cohort:
         self._sampling = None
 
     def _sample(self, rows: list[Row], logits: Tensor, sampling: RowSampling, policy: PolicyVersion) -> list[Row]:
-        uniform = torch.tensor([[row.uniforms[len(row.tokens)]] for row in rows], dtype=torch.float64, device=logits.device)
+        uniform = torch.tensor(
+            [[row.uniforms[len(row.tokens)]] for row in rows], dtype=torch.float64, device=logits.device
+        )
         tokens, logprobs = draw(logits, sampling, uniform)
-        return [row for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True) if row.accept(token, logprob, policy)]
+        return [
+            row
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            if row.accept(token, logprob, policy)
+        ]
 
     def _prefill(self, sequences: list[list[int]]) -> tuple[Tensor, PrefillCache]:
         width = max(len(sequence) for sequence in sequences)

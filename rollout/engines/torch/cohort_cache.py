@@ -15,7 +15,9 @@ class PrefillCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keep [B, H, P, D] keys and values of block `layer_idx` and attend to just these."""
         if layer_idx != len(self.blocks):
-            raise ValueError(f"block {layer_idx} wrote its keys after {len(self.blocks)} blocks; expected them in order")
+            raise ValueError(
+                f"block {layer_idx} wrote its keys after {len(self.blocks)} blocks; expected them in order"
+            )
         self.blocks.append((key, value))
         return key, value
 
@@ -67,7 +69,9 @@ class RowCache:
         if self._common is not None or self._positions is None:
             return None
         seen = torch.arange(self._width, device=self._positions.device) <= self._positions.unsqueeze(1)
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None, None, :]
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[
+            :, None, None, :
+        ]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write [B, H, 1, D] keys and values at the aimed positions; attend to [B, H, W, D]."""
@@ -93,7 +97,9 @@ class RowCache:
 
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros, not whatever memory holds: a masked position still multiplies its value by 0, and 0 x NaN is NaN.
-        return torch.zeros((self._rows, like.shape[1], self._length, like.shape[3]), dtype=like.dtype, device=like.device)
+        return torch.zeros(
+            (self._rows, like.shape[1], self._length, like.shape[3]), dtype=like.dtype, device=like.device
+        )
 
     def _grow(self, rows: int, length: int) -> None:
         old_rows, old_length = self._rows, self._length

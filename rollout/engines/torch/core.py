@@ -1,7 +1,7 @@
 """The torch engine without its thread: admission, cohorts, pauses, weights. Synchronous and stepwise.
 
-One `step` admits what fits and gives every live row one token. All methods are called from one thread; between two steps
-every row stands at a token boundary, so a policy label never changes inside a token.
+One `step` admits what fits and gives every live row one token. All methods are called from one thread; between two
+steps every row stands at a token boundary, so a policy label never changes inside a token.
 """
 
 import time
@@ -49,12 +49,19 @@ class DecodeCore:
         """
         self._config, self._identity = config, identity
         if config.num_gpus and not torch.cuda.is_available():
-            raise UserError(f"got engine.num_gpus = {config.num_gpus}, but torch sees no GPU; set it to 0 or install a CUDA build of torch")
-        self._model = DecodeModel(Path(manifest.location), getattr(torch, config.dtype), torch.device("cuda" if config.num_gpus else "cpu"))
+            raise UserError(
+                f"got engine.num_gpus = {config.num_gpus}, but torch sees no GPU; set it to 0 or install a CUDA build "
+                "of torch"
+            )
+        self._model = DecodeModel(
+            Path(manifest.location), getattr(torch, config.dtype), torch.device("cuda" if config.num_gpus else "cpu")
+        )
         self._loader = WeightLoader(self._model.module)
         self.digest, self.policy = self._loader.receive(manifest), manifest.policy
         self._model.check()
-        self._routing: RoutingCapture | None = routing_of(self._model.module, self._model.config) if config.return_routing else None
+        self._routing: RoutingCapture | None = (
+            routing_of(self._model.module, self._model.config) if config.return_routing else None
+        )
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
         self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
         self._uniforms = Uniforms()
@@ -75,7 +82,11 @@ class DecodeCore:
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything."""
-        return self.broken is None and (self._pause_mode is None or self._pause_mode is PauseMode.DRAIN) and bool(self._waiting or self._num_live)
+        return (
+            self.broken is None
+            and (self._pause_mode is None or self._pause_mode is PauseMode.DRAIN)
+            and bool(self._waiting or self._num_live)
+        )
 
     @property
     def sampling_has_stopped(self) -> bool:
@@ -97,7 +108,9 @@ class DecodeCore:
             UserError: the prompt leaves no room for a token, or holds ids that the model does not have.
         """
         if self.broken is not None:
-            raise EngineError(f"request {request.request_id}: the engine is broken ({self.broken}); restart the replica")
+            raise EngineError(
+                f"request {request.request_id}: the engine is broken ({self.broken}); restart the replica"
+            )
         rows = self._rows(request, produced)
         limit = self._config.max_num_seqs
         queue = self._waiting if self._pause_mode is None else self._held
@@ -150,7 +163,8 @@ class DecodeCore:
         return torch.cat(parts).cpu().numpy() if parts else np.zeros(0, dtype=np.float32)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop at this token boundary; under DRAIN go on until `sampling_has_stopped`. A second pause changes nothing."""
+        """Stop at this token boundary; under DRAIN go on until `sampling_has_stopped`. A second pause changes
+        nothing."""
         if self._pause_mode is None:
             self._pause_mode = mode
             self.note_pause()
@@ -178,7 +192,12 @@ class DecodeCore:
             for cohort in self._live:
                 cohort.rebuild()
         interrupted = {row.request.request_id for cohort in self._cohorts for row in cohort.rows}
-        return ApplyReport(policy=manifest.policy, digest=self.digest, pause_s=time.monotonic() - self._paused_at_s, interrupted=len(interrupted))
+        return ApplyReport(
+            policy=manifest.policy,
+            digest=self.digest,
+            pause_s=time.monotonic() - self._paused_at_s,
+            interrupted=len(interrupted),
+        )
 
     def resume(self) -> None:
         """Go on; what came during the pause is admitted behind what waited before it."""
@@ -187,7 +206,8 @@ class DecodeCore:
         self._held.clear()
 
     def _admit(self) -> list[Row]:
-        """Take waiting pieces in order while rows are free: into the one cohort, or in deterministic mode each into its own."""
+        """Take waiting pieces in order while rows are free: into the one cohort, or in deterministic mode each into its
+        own."""
         pieces: list[list[Row]] = []
         free = self._config.max_num_seqs - self._num_live
         while self._waiting and len(self._waiting[0]) <= free:
@@ -218,8 +238,9 @@ class DecodeCore:
         max_tokens = min(request.sampling.max_new_tokens - first, self._context_tokens - given.size)
         if max_tokens < 1:
             raise UserError(
-                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave no room for a token"
-                f" (max_new_tokens {request.sampling.max_new_tokens}, context {self._context_tokens}); shorten the prompt or raise the limits"
+                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave"
+                f" no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
+                f"{self._context_tokens}); shorten the prompt or raise the limits"
             )
         stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(request.eos_ids)
         prompt = given.tolist()
@@ -238,7 +259,10 @@ class DecodeCore:
     def _check_ids(self, what: str, token_ids: NDArray[np.int32]) -> None:
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self._model.vocab_size:
-            raise UserError(f"{what}: got token ids from {low} to {high}; the model knows 0 to {self._model.vocab_size - 1}: tokenizer and model do not fit")
+            raise UserError(
+                f"{what}: got token ids from {low} to {high}; the model knows 0 to {self._model.vocab_size - 1}: "
+                "tokenizer and model do not fit"
+            )
 
 
 def _context(wanted: int | None, own: int | None) -> int:

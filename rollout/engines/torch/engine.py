@@ -44,7 +44,12 @@ class TorchEngine:
             raise EngineError(f"torch engine {self._identity.replica} has been started before; build a new one")
         self._loop = asyncio.get_running_loop()
         config, identity = self._config, self._identity
-        self._thread = DecodeThread(lambda: DecodeCore(config, identity, manifest), self._from_thread, config.threads, deterministic=identity.deterministic)
+        self._thread = DecodeThread(
+            lambda: DecodeCore(config, identity, manifest),
+            self._from_thread,
+            config.threads,
+            deterministic=identity.deterministic,
+        )
         self._core = await asyncio.wrap_future(self._thread.ready)
         return await self.tag()
 
@@ -54,7 +59,8 @@ class TorchEngine:
             yield chunk
 
     async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        """Continue one sample; `max_new_tokens` counts `produced`. The same key goes on with the same random numbers."""
+        """Continue one sample; `max_new_tokens` counts `produced`. The same key goes on with the same random
+        numbers."""
         if request.num_samples != 1:
             raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
         async for chunk in self._serve(request, produced):
@@ -114,7 +120,9 @@ class TorchEngine:
     async def load(self) -> EngineLoad:
         """Samples that have not ended, seconds spent in decode steps, tokens sampled."""
         core = self._running_core()
-        return EngineLoad(running=core.num_samples, busy_s=self._running_thread().busy_s, generated_tokens=core.generated_tokens)
+        return EngineLoad(
+            running=core.num_samples, busy_s=self._running_thread().busy_s, generated_tokens=core.generated_tokens
+        )
 
     async def stop(self) -> None:
         """End the decode thread; requests that still run fail."""
@@ -141,7 +149,10 @@ class TorchEngine:
     async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> AsyncIterator[TokenChunk]:
         self._running_core()
         if request.request_id in self._queues:
-            raise EngineError(f"request {request.request_id} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
+            raise EngineError(
+                f"request {request.request_id} is already running on replica {self._identity.replica}; ids are "
+                "idempotent, use a new one"
+            )
         queue = self._queues[request.request_id] = asyncio.Queue()
         waiting = request.num_samples
         self._enqueue(request, produced)
@@ -169,11 +180,21 @@ class TorchEngine:
     def _flush(self) -> None:
         if self._pending:
             pending, self._pending = self._pending, []
-            self._running_thread().call(lambda core: _submit_all(core, pending)).add_done_callback(lambda done: self._refuse_from_thread(done, pending))
+            self._running_thread().call(lambda core: _submit_all(core, pending)).add_done_callback(
+                lambda done: self._refuse_from_thread(done, pending)
+            )
 
-    def _refuse_from_thread(self, done: "Future[list[tuple[str, ConcordError]]]", pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]]) -> None:
+    def _refuse_from_thread(
+        self,
+        done: "Future[list[tuple[str, ConcordError]]]",
+        pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]],
+    ) -> None:
         error = done.exception()
-        refused = [(request.request_id, error) for request, _ in pending] if isinstance(error, ConcordError) else done.result()
+        refused = (
+            [(request.request_id, error) for request, _ in pending]
+            if isinstance(error, ConcordError)
+            else done.result()
+        )
         if refused and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._refuse, refused)
 
@@ -194,10 +215,17 @@ class TorchEngine:
         thread = self._thread
         if thread is not None and not done and not thread.alive:
             cause = thread.failure or "it was stopped"
-            self._refuse([(request_id, EngineError(f"request {request_id}: the torch engine ended: {cause}")) for request_id in self._queues])
+            self._refuse(
+                [
+                    (request_id, EngineError(f"request {request_id}: the torch engine ended: {cause}"))
+                    for request_id in self._queues
+                ]
+            )
 
 
-def _submit_all(core: DecodeCore, requests: list[tuple[GenerationRequest, NDArray[np.int32] | None]]) -> list[tuple[str, ConcordError]]:
+def _submit_all(
+    core: DecodeCore, requests: list[tuple[GenerationRequest, NDArray[np.int32] | None]]
+) -> list[tuple[str, ConcordError]]:
     """Queue what can be queued; the others with the reason."""
     refused: list[tuple[str, ConcordError]] = []
     for request, produced in requests:

@@ -1,7 +1,8 @@
 """A Hugging Face causal LM as the torch engine sees it: hidden states with our caches, the head, and a self-check.
 
-Attention goes through one function of ours, so that a decode step needs no copied KV heads and no rebuilt mask. Models whose
-attention does more than causal softmax are refused, and the self-check compares with the library's own forward pass.
+Attention goes through one function of ours, so that a decode step needs no copied KV heads and no rebuilt mask. Models
+whose attention does more than causal softmax are refused, and the self-check compares with the library's own forward
+pass.
 """
 
 import threading
@@ -21,11 +22,18 @@ _TOLERANCE_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 _BUILDING = threading.Lock()
-"""transformers switches initialisation off for the whole process: two engines that start together must not restore each other's switch."""
+"""transformers switches initialisation off for the whole process: two engines that start together must not restore each
+other's switch."""
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **options: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Causal attention: [B, Hq, Q, D] queries over [B, H, K, D] keys, Q = K in a prefill and Q = 1 in decoding."""
     _refuse_variants(key.shape[2], options)
@@ -35,7 +43,9 @@ def _attention(
         grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
         mixed = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
         return mixed.reshape(batch, 1, heads, value.shape[3]), None
-    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1])
+    mixed = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1]
+    )
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -43,12 +53,14 @@ def _refuse_variants(num_keys: int, options: dict[str, object]) -> None:
     window = options.get("sliding_window")
     if isinstance(window, int) and num_keys > window:
         raise EngineError(
-            f"the torch engine attends to all tokens, but this model slides a window of {window} over {num_keys};"
-            f" set engine.max_model_len to {window} or use the vllm engine"
+            f"the torch engine attends to all tokens, but this model slides a window of {window} over {num_keys}; "
+            f"set engine.max_model_len to {window} or use the vllm engine"
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise EngineError(f"this model's attention uses {name}, which the torch engine does not know; use the vllm engine")
+            raise EngineError(
+                f"this model's attention uses {name}, which the torch engine does not know; use the vllm engine"
+            )
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -64,11 +76,18 @@ class DecodeModel:
             UserError: the directory holds no config of a causal LM that can be built.
         """
         if not (directory / "config.json").is_file():
-            raise UserError(f"got model directory {directory}; expected a Hugging Face directory with config.json and *.safetensors: check the path")
-        with boundary(UserError, f"model directory {directory} does not describe a causal LM that transformers can build"):
+            raise UserError(
+                f"got model directory {directory}; expected a Hugging Face directory with config.json and "
+                "*.safetensors: check the path"
+            )
+        with boundary(
+            UserError, f"model directory {directory} does not describe a causal LM that transformers can build"
+        ):
             self.config = AutoConfig.from_pretrained(directory)
             with _BUILDING, no_init_weights():
-                self.module: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=_ATTENTION)
+                self.module: PreTrainedModel = AutoModelForCausalLM.from_config(
+                    self.config, dtype=dtype, attn_implementation=_ATTENTION
+                )
         self.module.tie_weights()
         nn.Module.to(self.module, device)
         self.module.eval().requires_grad_(requires_grad=False)
@@ -87,7 +106,8 @@ class DecodeModel:
         return self.config.max_position_embeddings if hasattr(self.config, "max_position_embeddings") else None
 
     def prefill(self, token_ids: Tensor) -> tuple[Tensor, PrefillCache]:
-        """[B, P] right-padded ids -> [B, P, hidden] and the keys and values. Padding is harmless: real tokens only look left."""
+        """[B, P] right-padded ids -> [B, P, hidden] and the keys and values. Padding is harmless: real tokens only look
+        left."""
         cache = PrefillCache()
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).unsqueeze(0)
         return self._hidden(token_ids, positions, cache, None), cache
@@ -100,8 +120,12 @@ class DecodeModel:
         """[..., hidden] -> [..., V] float32."""
         return self._head(hidden).float()
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PrefillCache | RowCache, mask: Tensor | None) -> Tensor:
-        return self._base(input_ids=token_ids, position_ids=positions, past_key_values=cache, attention_mask=mask, use_cache=True).last_hidden_state
+    def _hidden(
+        self, token_ids: Tensor, positions: Tensor, cache: PrefillCache | RowCache, mask: Tensor | None
+    ) -> Tensor:
+        return self._base(
+            input_ids=token_ids, position_ids=positions, past_key_values=cache, attention_mask=mask, use_cache=True
+        ).last_hidden_state
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -119,9 +143,9 @@ class DecodeModel:
         gap = (torch.log_softmax(ours, -1) - torch.log_softmax(theirs, -1)).abs().max().item()
         if not gap <= _TOLERANCE_NATS[self.dtype]:
             raise UserError(
-                f"the torch engine's log-probs of {type(self.module).__name__} differ from the library's by {gap:.2g} nats"
-                f" (tolerance {_TOLERANCE_NATS[self.dtype]});"
-                " the architecture does more than the torch engine knows, or its weights are not finite: use the vllm engine"
+                f"the torch engine's log-probs of {type(self.module).__name__} differ from the library's by {gap:.2g} "
+                f"nats (tolerance {_TOLERANCE_NATS[self.dtype]}); the architecture does more than the torch engine "
+                "knows, or its weights are not finite: use the vllm engine"
             )
 
     def _stepwise(self, ids: Tensor) -> Tensor:

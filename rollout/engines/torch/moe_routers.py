@@ -1,7 +1,9 @@
-"""Which modules of a mixture-of-experts model choose experts, and what their answers hold. It knows no engine, no request and no trainer.
+"""Which modules of a mixture-of-experts model choose experts, and what their answers hold. It knows no engine, no
+request and no trainer.
 
-A router answers with some of: logits [rows, experts], gates [rows, top_k] (the weights of the chosen experts) and the chosen experts [rows, top_k];
-which part is which follows from shapes and dtypes, since libraries order them differently.
+A router answers with some of: logits [rows, experts], gates [rows, top_k] (the weights of the chosen experts) and the
+chosen experts [rows, top_k]; which part is which follows from shapes and dtypes, since libraries order them
+differently.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ class RouterAnswer:
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The routers in the order of their blocks: of each module that holds `experts`, its `gate` or `router`. Empty for a dense model."""
+    """The routers in the order of their blocks: of each module that holds `experts`, its `gate` or `router`. Empty for
+    a dense model."""
     routers: list[nn.Module] = []
     for block in model.modules():
         if hasattr(block, "experts"):
@@ -64,6 +67,8 @@ def chosen_experts(answer: RouterAnswer, top_k: int) -> Tensor:
         return answer.parts[answer.experts].reshape(-1, top_k)
     if answer.logits is None:
         shapes = [tuple(part.shape) for part in answer.parts]
-        raise ValueError(f"a router answered with shapes {shapes}; expected chosen experts [rows, {top_k}] or logits [rows, experts]")
+        raise ValueError(
+            f"a router answered with shapes {shapes}; expected chosen experts [rows, {top_k}] or logits [rows, experts]"
+        )
     logits = answer.parts[answer.logits]
     return logits.reshape(-1, logits.shape[-1]).float().topk(top_k, dim=-1).indices

@@ -27,7 +27,10 @@ class RoutingCapture:
         self._chosen: list[Tensor] = []
         routers = find_routers(model)
         if not routers:
-            raise UserError(f"got engine.return_routing = true, but {type(model).__name__} has no router that the torch engine finds; set it to false")
+            raise UserError(
+                f"got engine.return_routing = true, but {type(model).__name__} has no router that the torch engine "
+                "finds; set it to false"
+            )
         for router in routers:
             router.register_forward_hook(self._catch)
 
@@ -53,5 +56,8 @@ def routing_of(model: nn.Module, config: object) -> RoutingCapture:
     """
     counts = expert_counts(config)
     if counts is None:
-        raise UserError(f"got engine.return_routing = true, but the model ({type(model).__name__}) is not a mixture of experts; set it to false")
+        raise UserError(
+            f"got engine.return_routing = true, but the model ({type(model).__name__}) is not a mixture of experts; set"
+            " it to false"
+        )
     return RoutingCapture(model, *counts)

@@ -23,7 +23,10 @@ class _Command(Generic[T]):
 
     def run(self, core: DecodeCore) -> None:
         try:
-            with boundary(EngineError, "the torch engine failed (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)"):
+            with boundary(
+                EngineError,
+                "the torch engine failed (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)",
+            ):
                 self.future.set_result(self.act(core))
         except ConcordError as error:
             self.future.set_exception(error)
@@ -32,7 +35,14 @@ class _Command(Generic[T]):
 class DecodeThread:
     """Owns the core: nobody else touches it."""
 
-    def __init__(self, build: Callable[[], DecodeCore], deliver: Callable[[list[SampleDone]], None], num_threads: int, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        build: Callable[[], DecodeCore],
+        deliver: Callable[[list[SampleDone]], None],
+        num_threads: int,
+        *,
+        deterministic: bool,
+    ) -> None:
         """Start building the core.
 
         Args:
@@ -62,7 +72,9 @@ class DecodeThread:
         if self.alive:
             self._commands.put(command)  # pyright: ignore[reportArgumentType]
         else:
-            command.future.set_exception(EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica"))
+            command.future.set_exception(
+                EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica")
+            )
         return command.future
 
     def drained(self) -> "Future[None]":
@@ -89,7 +101,11 @@ class DecodeThread:
             return
         self.ready.set_result(core)
         try:
-            with boundary(EngineError, "the torch engine failed in a decode step (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)"):
+            with boundary(
+                EngineError,
+                "the torch engine failed in a decode step (if memory ran out, lower engine.max_num_seqs or "
+                "engine.max_model_len)",
+            ):
                 self._serve(core)
         except ConcordError as error:
             self.failure = error

@@ -1,4 +1,5 @@
-"""Loads published tensors into live parameters, one at a time, and digests the bytes that arrived. It knows no request."""
+"""Loads published tensors into live parameters, one at a time, and digests the bytes that arrived. It knows no
+request."""
 
 import hashlib
 import re
@@ -33,18 +34,23 @@ class WeightLoader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        self._ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        self._ignored = [
+            re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ]
 
     @torch.no_grad()
     def receive(self, manifest: WeightManifest) -> str:
         """Load every tensor of the manifest's directory; the digest of the bytes received.
 
         Raises:
-            EngineError: a file cannot be read, a tensor has no place or another shape, or a parameter did not arrive. Some
-                parameters may then be new and others old: the model must not sample any more.
+            EngineError: a file cannot be read, a tensor has no place or another shape, or a parameter did not arrive.
+                Some parameters may then be new and others old: the model must not sample any more.
         """
         if manifest.transport is not Transport.DISK:
-            raise EngineError(f"got weights by transport {manifest.transport.value}; the torch engine takes disk: set weights.transport = 'disk'")
+            raise EngineError(
+                f"got weights by transport {manifest.transport.value}; the torch engine takes disk: set "
+                "weights.transport = 'disk'"
+            )
         parameters = {id(tensor): _Parameter(tensor, tensor.numel()) for tensor in self._state.values()}
         entries: list[TensorEntry] = []
         seen: set[str] = set()
@@ -68,10 +74,15 @@ class WeightLoader:
         if not parameter.missing:
             # The second name of a tied parameter, or a name twice: harmless only when it says the same.
             if not torch.equal(place, tensor.to(place.device, place.dtype)):
-                raise EngineError(f"tensor {name} arrived after another name of the same parameter, with other values; publish tied parameters once")
+                raise EngineError(
+                    f"tensor {name} arrived after another name of the same parameter, with other values; publish tied "
+                    "parameters once"
+                )
             return
         if place.numel() > parameter.missing:
-            raise EngineError(f"tensor {name} overlaps tensors that arrived before it; publish experts either one by one or stacked")
+            raise EngineError(
+                f"tensor {name} overlaps tensors that arrived before it; publish experts either one by one or stacked"
+            )
         place.copy_(tensor)
         parameter.missing -= place.numel()
 
@@ -91,14 +102,16 @@ class WeightLoader:
                 expert = stacked[int(match["index"])]
                 half = expert.shape[0] // 2
                 return expert if down else expert[:half] if match["part"] == "gate_proj" else expert[half:], id(stacked)
-        raise EngineError(f"tensor {name} has no place in the model; expected names such as {', '.join(sorted(self._state)[:3])}")
+        raise EngineError(
+            f"tensor {name} has no place in the model; expected names such as {', '.join(sorted(self._state)[:3])}"
+        )
 
     def _refuse_gaps(self, parameters: dict[int, _Parameter], manifest: WeightManifest) -> None:
         gaps = sorted(name for name, tensor in self._state.items() if parameters[id(tensor)].missing)
         if gaps:
             raise EngineError(
-                f"weights {manifest.policy.key} in {manifest.location} lack {len(gaps)} of {len(self._state)} parameters: {', '.join(gaps[:4])};"
-                " publish every parameter"
+                f"weights {manifest.policy.key} in {manifest.location} lack {len(gaps)} of {len(self._state)} "
+                f"parameters: {', '.join(gaps[:4])}; publish every parameter"
             )
 
 

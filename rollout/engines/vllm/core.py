@@ -1,4 +1,5 @@
-"""One running AsyncLLM with its engine-core process: every wait on it ends at once when the process dies, and `stop` leaves no process.
+"""One running AsyncLLM with its engine-core process: every wait on it ends at once when the process dies, and `stop`
+leaves no process.
 
 It knows requests only as vLLM's parameters and weights only as remote calls by name.
 """
@@ -91,7 +92,9 @@ class VllmCore:
             raise EngineError(f"vLLM worker, {method}: {len(answers)} workers answered differently: {answers}")
         return answers[0]
 
-    async def complete(self, prompt: "TokensInput", params: "SamplingParams", key: str, priority: int) -> "RequestOutput":
+    async def complete(
+        self, prompt: "TokensInput", params: "SamplingParams", key: str, priority: int
+    ) -> "RequestOutput":
         """Run one request to its only, final output."""
         final: RequestOutput | None = None
         async for output in self.llm.generate(prompt, params, key, priority=priority):
@@ -101,8 +104,12 @@ class VllmCore:
         return final
 
     async def pause(self, *, drain: bool, clear_cache: bool) -> None:
-        """Stop stepping. `AsyncLLM.pause_generation` does the same call and then sleeps 20 ms, which would more than double the pause."""
-        await self.call("pause", self.llm.engine_core.pause_scheduler_async(mode="wait" if drain else "keep", clear_cache=clear_cache))
+        """Stop stepping. `AsyncLLM.pause_generation` does the same call and then sleeps 20 ms, which would more than
+        double the pause."""
+        await self.call(
+            "pause",
+            self.llm.engine_core.pause_scheduler_async(mode="wait" if drain else "keep", clear_cache=clear_cache),
+        )
 
     async def resume(self) -> None:
         """Step again."""
@@ -150,6 +157,13 @@ def _core_pid(llm: "AsyncLLM") -> int:
     from vllm.v1.engine.utils import CoreEngineProcManager
 
     manager = llm.engine_core.resources.engine_manager
-    if not isinstance(manager, CoreEngineProcManager) or len(manager.processes) != 1 or manager.processes[0].pid is None:
-        raise EngineError("vLLM did not start exactly one engine core process; Concord replicas are single: use engine.replicas for more")
+    if (
+        not isinstance(manager, CoreEngineProcManager)
+        or len(manager.processes) != 1
+        or manager.processes[0].pid is None
+    ):
+        raise EngineError(
+            "vLLM did not start exactly one engine core process; Concord replicas are single: use engine.replicas for "
+            "more"
+        )
     return manager.processes[0].pid

@@ -1,7 +1,8 @@
-"""vLLM's AsyncLLM as an `Engine`: whole samples in, chunks cut by vLLM's own version spans out, weights replaced in mid-generation.
+"""vLLM's AsyncLLM as an `Engine`: whole samples in, chunks cut by vLLM's own version spans out, weights replaced in
+mid-generation.
 
-It owns the replica's state (what is served, what runs, whether it is paused) and the order pause, apply, resume. It never decides
-which policy is served or when: that is the publisher's.
+It owns the replica's state (what is served, what runs, whether it is paused) and the order pause, apply, resume. It
+never decides which policy is served or when: that is the publisher's.
 """
 
 import asyncio
@@ -60,16 +61,22 @@ class VllmEngine:
         self._names = itertools.count()
 
     async def start(self, manifest: WeightManifest) -> EngineTag:
-        """Load the model in the manifest's directory, take its label, and run one request so that nothing is left to be compiled.
+        """Load the model in the manifest's directory, take its label, and run one request so that nothing is left to be
+        compiled.
 
         Raises:
             UserError: model, config and machine do not fit together, or the config asks for what vLLM cannot do.
             EngineError: the engine core did not start.
         """
         if self._identity.deterministic:
-            raise UserError('deterministic mode needs results that do not depend on arrival times, which vLLM does not give; set engine.type = "torch"')
+            raise UserError(
+                "deterministic mode needs results that do not depend on arrival times, which vLLM does not give; set"
+                ' engine.type = "torch"'
+            )
         if manifest.transport is not Transport.DISK:
-            raise UserError(f"the first weights come from a complete model directory; got transport {manifest.transport.value!r}")
+            raise UserError(
+                f"the first weights come from a complete model directory; got transport {manifest.transport.value!r}"
+            )
         entries = await asyncio.to_thread(digest_directory, Path(manifest.location))
         self._expected = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         layers = self._expert_layers()
@@ -83,7 +90,8 @@ class VllmEngine:
         return await self.tag()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample; the chunks of a request without seeds come when its last sample has ended, with seeds those of each sample when it has."""
+        """Sample; the chunks of a request without seeds come when its last sample has ended, with seeds those of each
+        sample when it has."""
         return self._serve(request, _NOTHING)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
@@ -111,12 +119,15 @@ class VllmEngine:
         check_ids(token_ids, self._limits, "score")
         if token_ids.size >= self._limits.context_tokens:
             raise UserError(
-                f"got {token_ids.size} tokens to score; vLLM takes one less than the context of {self._limits.context_tokens}: raise engine.max_model_len"
+                f"got {token_ids.size} tokens to score; vLLM takes one less than the context of "
+                f"{self._limits.context_tokens}: raise engine.max_model_len"
             )
         if token_ids.size == 1:
             return np.zeros(0, dtype=np.float32)
         key = f"score-{next(self._names)}"
-        output = await core.call(key, core.complete(tokens_input(token_ids.tolist()), scoring_params(), key, _CANARY_PRIORITY))
+        output = await core.call(
+            key, core.complete(tokens_input(token_ids.tolist()), scoring_params(), key, _CANARY_PRIORITY)
+        )
         logprobs = np.asarray(getattr(output.prompt_logprobs, "logprobs", ()), dtype=np.float32)
         if logprobs.size != token_ids.size - 1:
             raise EngineError(f"vLLM scored {logprobs.size} of {token_ids.size - 1} tokens")
@@ -134,18 +145,22 @@ class VllmEngine:
         if self._paused_at_s is not None:
             return
         if mode is PauseMode.KEEP and self._config.kv_across_versions != "keep":
-            raise EngineError(f'got pause mode keep with engine.kv_across_versions = "{self._config.kv_across_versions}"; set it to "keep"')
+            raise EngineError(
+                f'got pause mode keep with engine.kv_across_versions = "{self._config.kv_across_versions}"; set it to'
+                ' "keep"'
+            )
         started_s = time.monotonic()
         await core.pause(drain=mode is PauseMode.DRAIN, clear_cache=mode is not PauseMode.KEEP)
         self._paused_at_s = time.monotonic() if mode is PauseMode.DRAIN else started_s
         self._interrupted = len(self._requests)
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        """Load, check that every parameter arrived, take the label. `pause_s` counts from the call of `pause` (for drain, from its end) to here.
+        """Load, check that every parameter arrived, take the label. `pause_s` counts from the call of `pause` (for
+        drain, from its end) to here.
 
         Raises:
-            EngineError: the engine is not paused, or the tensors are not those of the model (the old weights then stay), or loading
-                broke off (the engine is then unhealthy and refuses to resume).
+            EngineError: the engine is not paused, or the tensors are not those of the model (the old weights then
+                stay), or loading broke off (the engine is then unhealthy and refuses to resume).
             UserError: the transport cannot work here.
         """
         core = self._running_core()
@@ -153,7 +168,11 @@ class VllmEngine:
             raise EngineError(f"got weights {manifest.policy.key} while sampling; pause the engine first")
         check_transport(manifest, on_cpu=core.on_cpu)
         disk = manifest.transport is Transport.DISK
-        offered = layout_of(Path(manifest.location)) if disk else {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        offered = (
+            layout_of(Path(manifest.location))
+            if disk
+            else {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        )
         refuse_difference(offered, self._expected, manifest.location)
         if disk:
             call = core.rpc("concord_load", manifest.location)
@@ -166,7 +185,12 @@ class VllmEngine:
             self._broken = ""
         finally:
             self._loading = False
-        return ApplyReport(policy=manifest.policy, digest=self._digest, pause_s=time.monotonic() - self._paused_at_s, interrupted=self._interrupted)
+        return ApplyReport(
+            policy=manifest.policy,
+            digest=self._digest,
+            pause_s=time.monotonic() - self._paused_at_s,
+            interrupted=self._interrupted,
+        )
 
     async def resume(self) -> None:
         """Go on. Without a pause it changes nothing.
@@ -227,7 +251,9 @@ class VllmEngine:
             core, self._core = self._core, None
             await core.stop()
             del core
-            await asyncio.to_thread(gc.collect)  # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain
+            await asyncio.to_thread(
+                gc.collect
+            )  # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain
 
     def _expert_layers(self) -> tuple[int, ...]:
         """Layers whose routing is asked for.
@@ -239,7 +265,9 @@ class VllmEngine:
             return ()
         layers = expert_layers(self._expected)
         if not layers:
-            raise UserError("got engine.return_routing = true, but the model is not a mixture of experts; set it to false")
+            raise UserError(
+                "got engine.return_routing = true, but the model is not a mixture of experts; set it to false"
+            )
         return layers
 
     def _running_core(self) -> VllmCore:
@@ -252,7 +280,10 @@ class VllmEngine:
     async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         core, name = self._running_core(), request.request_id
         if name in self._requests:
-            raise EngineError(f"request {name} is already running on replica {self._identity.replica}; ids are idempotent, use a new one")
+            raise EngineError(
+                f"request {name} is already running on replica {self._identity.replica}; ids are idempotent, use a "
+                "new one"
+            )
         parts = self._requests[name] = parts_of(request, produced, self._limits)
         self._usage.began(request.num_samples)
         pending = {asyncio.ensure_future(self._answer(core, name, part)) for part in parts}
@@ -294,10 +325,13 @@ class VllmEngine:
         self._digest = digest
 
     async def _warm_up(self, core: VllmCore) -> None:
-        """One request and one score: what vLLM compiles or allocates at its first step is not left to the first real request."""
+        """One request and one score: what vLLM compiles or allocates at its first step is not left to the first real
+        request."""
         key = f"warm-up-{next(self._names)}"
         sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
-        request = GenerationRequest(request_id=key, prompt_ids=np.zeros(2, dtype=np.int32), num_samples=2, sampling=sampling, eos_ids=())
+        request = GenerationRequest(
+            request_id=key, prompt_ids=np.zeros(2, dtype=np.int32), num_samples=2, sampling=sampling, eos_ids=()
+        )
         for part in parts_of(request, _NOTHING, self._limits):
             await core.call(key, core.complete(part.prompt, part.params, part.key, priority=0))
         await self.score(request.prompt_ids)

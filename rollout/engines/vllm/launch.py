@@ -1,6 +1,7 @@
 """Starts vLLM's AsyncLLM for one replica: environment, arguments, and a failed start told in words with its cure.
 
-It knows no request. The environment is set before vllm is imported; what concerns the child process only is taken back after the launch.
+It knows no request. The environment is set before vllm is imported; what concerns the child process only is taken back
+after the launch.
 """
 
 import gc
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 EXTENSION = "rollout.engines.vllm.worker_extension.ConcordWorkerExtension"
-SCHEDULERS = {True: "rollout.engines.vllm.scheduler.CanaryScheduler", False: "rollout.engines.vllm.scheduler.AsyncCanaryScheduler"}
+SCHEDULERS = {
+    True: "rollout.engines.vllm.scheduler.CanaryScheduler",
+    False: "rollout.engines.vllm.scheduler.AsyncCanaryScheduler",
+}
 """On CPU, and on GPU."""
 _GIB = 1024**3
 _LAUNCH = threading.Lock()
@@ -45,13 +49,19 @@ def check_model_config(directory: Path) -> None:
     try:
         json.loads((directory / "config.json").read_bytes())
     except OSError as error:
-        raise UserError(f"model directory {directory}: config.json cannot be read ({error.strerror}); expected a complete Hugging Face model") from error
+        raise UserError(
+            f"model directory {directory}: config.json cannot be read ({error.strerror}); expected a complete Hugging "
+            "Face model"
+        ) from error
     except ValueError as error:
-        raise UserError(f"model directory {directory}: config.json is not JSON ({error}); save the model again") from error
+        raise UserError(
+            f"model directory {directory}: config.json is not JSON ({error}); save the model again"
+        ) from error
 
 
 def core_of(config: VllmConfig, identity: EngineIdentity) -> int | None:
-    """The CPU that this replica computes on, or None where vLLM chooses: from `cpu_bind_from` on, round the cores that this process may use."""
+    """The CPU that this replica computes on, or None where vLLM chooses: from `cpu_bind_from` on, round the cores that
+    this process may use."""
     if config.cpu_bind_from is None or config.tensor_parallel_size > 1:
         return None
     cores = sorted(os.sched_getaffinity(0))
@@ -61,11 +71,12 @@ def core_of(config: VllmConfig, identity: EngineIdentity) -> int | None:
 def child_environment(core: int | None) -> dict[str, str | None]:
     """Variables of the engine core on CPU; None takes one away.
 
-    A bound replica runs scheduler and model in one process with one compute thread: vLLM's default of a second process costs half as much CPU
-    again. Sizes come from the config alone, so vLLM's own variables for them are taken away.
+    A bound replica runs scheduler and model in one process with one compute thread: vLLM's default of a second process
+    costs half as much CPU again. Sizes come from the config alone, so vLLM's own variables for them are taken away.
     """
     environment: dict[str, str | None] = {"VLLM_CPU_KVCACHE_SPACE": None, "VLLM_CPU_OMP_THREADS_BIND": None}
-    # oneDNN keeps a compiled primitive for every batch shape, by default 1,024 of them: hundreds of MiB that seem to leak for hundreds of steps.
+    # oneDNN keeps a compiled primitive for every batch shape, by default 1,024 of them: hundreds of MiB that seem to
+    # leak for hundreds of steps.
     environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if core is not None:
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": str(core)}
@@ -75,8 +86,9 @@ def child_environment(core: int | None) -> dict[str, str | None]:
 def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *, on_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`. Ids go in and out: no tokenizer is loaded.
 
-    Prefixes are shared on GPU only (on CPU the hashing costs more than short prompts give back), and only where every weight update clears
-    the cache (`recompute`): under `keep`, a new request could otherwise start from KV that older weights wrote.
+    Prefixes are shared on GPU only (on CPU the hashing costs more than short prompts give back), and only where every
+    weight update clears the cache (`recompute`): under `keep`, a new request could otherwise start from KV that older
+    weights wrote.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -130,10 +142,14 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
     variables = child_environment(core_of(config, identity)) if on_cpu else {}
     with _LAUNCH, _environment(variables):
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(model, config, identity, on_cpu=on_cpu), log_config_file=str(_log_config(scratch, log)))
+            arguments = AsyncEngineArgs(
+                **engine_arguments(model, config, identity, on_cpu=on_cpu),
+                log_config_file=str(_log_config(scratch, log)),
+            )
             return AsyncLLM.from_engine_args(_quietly(arguments))
         except (ValueError, RuntimeError, OSError, MemoryError, TimeoutError) as error:
-            # The traceback holds half a client and its sockets; what happened is in the core's log, whose last error is told.
+            # The traceback holds half a client and its sockets; what happened is in the core's log, whose last error is
+            # told.
             failure = explain(f"{type(error).__name__}: {error}", root_cause(log), config)
             error.with_traceback(None)
             gc.collect()
@@ -144,7 +160,11 @@ def root_cause(log: Path) -> str:
     """The last error that the engine core wrote, or an empty string."""
     if not log.exists():
         return ""
-    matches = [match for line in log.read_text(errors="replace").splitlines() if (match := _ERROR_LINE.match(line.split("] ", 1)[-1]))]
+    matches = [
+        match
+        for line in log.read_text(errors="replace").splitlines()
+        if (match := _ERROR_LINE.match(line.split("] ", 1)[-1]))
+    ]
     return f"{matches[-1][1]}: {matches[-1][2]}" if matches else ""
 
 
@@ -152,13 +172,26 @@ def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
     """A failed start as the error to raise: what failed, and what to change."""
     text = f"{root} {error}"
     told = root or error
-    if "max_model_len" in text and ("greater than the derived" in text or "larger than" in text) and "KV cache" not in text:
-        return UserError(f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({told}); lower it or leave it out")
+    if (
+        "max_model_len" in text
+        and ("greater than the derived" in text or "larger than" in text)
+        and "KV cache" not in text
+    ):
+        return UserError(
+            f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({told}); lower it or "
+            "leave it out"
+        )
     if "KV cache" in text or "kv cache" in text or "cache blocks" in text:
-        knobs = f"engine.kv_cache_gib = {config.kv_cache_gib} (on GPU: engine.gpu_memory_utilization = {config.gpu_memory_utilization})"
+        knobs = (
+            f"engine.kv_cache_gib = {config.kv_cache_gib} (on GPU: engine.gpu_memory_utilization = "
+            f"{config.gpu_memory_utilization})"
+        )
         return UserError(f"the KV cache does not fit: {told}; change {knobs}, or lower engine.max_model_len")
     if "out of memory" in text.lower() or "MemoryError" in text or "can't allocate memory" in text:
-        return EngineError(f"vLLM ran out of memory while starting: {told}; lower engine.kv_cache_gib or engine.max_num_seqs, or give it a larger machine")
+        return EngineError(
+            f"vLLM ran out of memory while starting: {told}; lower engine.kv_cache_gib or engine.max_num_seqs, or give "
+            "it a larger machine"
+        )
     return EngineError(f"vLLM did not start: {told}")
 
 
@@ -170,18 +203,35 @@ def _quietly(arguments: "AsyncEngineArgs") -> "AsyncEngineArgs":
 def _log_config(scratch: Path, log: Path) -> Path:
     path = scratch / "logging.json"
     handlers = {
-        "core": {"class": "logging.FileHandler", "filename": str(log), "delay": True, "level": "ERROR", "formatter": "plain"},
+        "core": {
+            "class": "logging.FileHandler",
+            "filename": str(log),
+            "delay": True,
+            "level": "ERROR",
+            "formatter": "plain",
+        },
         "stderr": {"class": "logging.StreamHandler", "level": "CRITICAL", "formatter": "plain"},
     }
     loggers = {"vllm": {"handlers": ["core", "stderr"], "level": "ERROR", "propagate": False}}
     formatters = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
-    path.write_text(json.dumps({"version": 1, "disable_existing_loggers": False, "formatters": formatters, "handlers": handlers, "loggers": loggers}))
+    path.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "disable_existing_loggers": False,
+                "formatters": formatters,
+                "handlers": handlers,
+                "loggers": loggers,
+            }
+        )
+    )
     return path
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str | None]) -> Generator[None]:
-    """Apply `variables`; afterwards the environment is as before, also where vLLM itself changed it for its children (LD_PRELOAD, ...)."""
+    """Apply `variables`; afterwards the environment is as before, also where vLLM itself changed it for its children
+    (LD_PRELOAD, ...)."""
     before = dict(os.environ)
     for name, value in variables.items():
         if value is None:

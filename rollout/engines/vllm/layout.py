@@ -1,4 +1,5 @@
-"""What a published directory holds, read from the files' headers alone: refused before anything of the running model is touched."""
+"""What a published directory holds, read from the files' headers alone: refused before anything of the running model is
+touched."""
 
 from pathlib import Path
 
@@ -33,8 +34,15 @@ def refuse_difference(got: Layout, expected: Layout, where: str) -> None:
     problems = [
         *(f"{name} is missing" for name in sorted(expected.keys() - got.keys())),
         *(f"{name} is unknown" for name in sorted(got.keys() - expected.keys())),
-        *(f"{name} is {got[name]}, not {expected[name]}" for name in sorted(got.keys() & expected.keys()) if got[name] != expected[name]),
+        *(
+            f"{name} is {got[name]}, not {expected[name]}"
+            for name in sorted(got.keys() & expected.keys())
+            if got[name] != expected[name]
+        ),
     ]
     if problems:
         some = "; ".join(problems[:4])
-        raise EngineError(f"{where} does not hold the model's tensors ({len(problems)} differ): {some}; publish the whole model as it was at the start")
+        raise EngineError(
+            f"{where} does not hold the model's tensors ({len(problems)} differ): {some}; publish the whole model as it"
+            " was at the start"
+        )

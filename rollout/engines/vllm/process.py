@@ -1,4 +1,5 @@
-"""The engine core as a process: notices its death at once, and leaves nothing of it behind. It knows no vLLM and no request."""
+"""The engine core as a process: notices its death at once, and leaves nothing of it behind. It knows no vLLM and no
+request."""
 
 import asyncio
 import contextlib
@@ -10,7 +11,8 @@ import psutil
 class CoreProcess:
     """Watches one child process through a pidfd; to be made inside the event loop.
 
-    Liveness flags are not enough: vLLM itself learns of a killed core only seconds later, and callers would wait so long.
+    Liveness flags are not enough: vLLM itself learns of a killed core only seconds later, and callers would wait so
+    long.
     """
 
     def __init__(self, pid: int) -> None:
@@ -39,8 +41,13 @@ class CoreProcess:
 
 
 def descendants(besides: set[int] | None = None) -> list[psutil.Process]:
-    """All processes below this one, without those in `besides` and without Python's own resource tracker, which belongs to this process for good."""
-    return [process for process in psutil.Process().children(recursive=True) if process.pid not in (besides or ()) and not _is_tracker(process)]
+    """All processes below this one, without those in `besides` and without Python's own resource tracker, which belongs
+    to this process for good."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in (besides or ()) and not _is_tracker(process)
+    ]
 
 
 def end(processes: list[psutil.Process], patience_s: float) -> None:

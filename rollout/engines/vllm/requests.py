@@ -1,6 +1,8 @@
-"""Between Concord's requests and vLLM's: sampling parameters going in, chunks cut by vLLM's own version spans coming out.
+"""Between Concord's requests and vLLM's: sampling parameters going in, chunks cut by vLLM's own version spans coming
+out.
 
-It knows no engine process and no weights. vLLM is imported when a function is called, after the engine has set the environment.
+It knows no engine process and no weights. vLLM is imported when a function is called, after the engine has set the
+environment.
 """
 
 from collections.abc import Mapping
@@ -48,7 +50,8 @@ class Limits:
 
 
 def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Limits) -> list[Part]:
-    """The vLLM requests that answer `request` after `produced` tokens; one with `n` samples, or with seeds one a sample.
+    """The vLLM requests that answer `request` after `produced` tokens; one with `n` samples, or with seeds one a
+    sample.
 
     Raises:
         UserError: an id is outside the vocabulary, or no token fits into `max_new_tokens` or the context.
@@ -60,20 +63,31 @@ def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Li
     room = min(request.sampling.max_new_tokens - produced.size, limits.context_tokens - ids.size)
     if room < 1:
         raise UserError(
-            f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {produced.size} produced ones leave no room for a token"
-            f" (max_new_tokens {request.sampling.max_new_tokens}, context {limits.context_tokens}); shorten the prompt or raise the limits"
+            f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {produced.size} produced ones "
+            f"leave no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
+            f"{limits.context_tokens}); shorten the prompt or raise the limits"
         )
     prompt = tokens_input(ids.tolist())
     if not request.seeds:
         return [Part(request.request_id, 0, prompt, _params(request, room, request.num_samples, None))]
-    return [Part(f"{request.request_id}#{index}", index, prompt, _params(request, room, 1, seed)) for index, seed in enumerate(request.seeds)]
+    return [
+        Part(f"{request.request_id}#{index}", index, prompt, _params(request, room, 1, seed))
+        for index, seed in enumerate(request.seeds)
+    ]
 
 
 def scoring_params() -> "SamplingParams":
     """Raw log-probs of a prompt: vLLM takes them before temperature and truncation in every mode."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
@@ -83,11 +97,19 @@ def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
         UserError: there is one.
     """
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise UserError(f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the tokenizer that belongs to it")
+        raise UserError(
+            f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the "
+            "tokenizer that belongs to it"
+        )
 
 
 def chunks_of(
-    request_id: str, part: Part, output: "RequestOutput", policies: Policies, now: PolicyVersion, layers: tuple[int, ...] = ()
+    request_id: str,
+    part: Part,
+    output: "RequestOutput",
+    policies: Policies,
+    now: PolicyVersion,
+    layers: tuple[int, ...] = (),
 ) -> list[TokenChunk]:
     """The chunks of one finished vLLM request.
 
@@ -117,20 +139,33 @@ def aborted_chunks(request_id: str, part: Part, now: PolicyVersion) -> list[Toke
     ids, logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
     samples = range(part.first_sample, part.first_sample + part.params.n)
     return [
-        TokenChunk(request_id=request_id, sample_index=sample, token_ids=ids, logprobs=logprobs, policy=now, finish_reason=FinishReason.ABORT)
+        TokenChunk(
+            request_id=request_id,
+            sample_index=sample,
+            token_ids=ids,
+            logprobs=logprobs,
+            policy=now,
+            finish_reason=FinishReason.ABORT,
+        )
         for sample in samples
     ]
 
 
-def _chunks(request_id: str, sample: int, completion: "CompletionOutput", policies: Policies, now: PolicyVersion) -> list[TokenChunk]:
+def _chunks(
+    request_id: str, sample: int, completion: "CompletionOutput", policies: Policies, now: PolicyVersion
+) -> list[TokenChunk]:
     what = f"request {request_id}, sample {sample}"
     finish = _FINISH.get(completion.finish_reason or "")
     if finish is None:
-        raise EngineError(f"{what}: vLLM ended it with reason {completion.finish_reason!r}; expected one of {', '.join(_FINISH)}")
+        raise EngineError(
+            f"{what}: vLLM ended it with reason {completion.finish_reason!r}; expected one of {', '.join(_FINISH)}"
+        )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = _flat_logprobs(completion, what)
     if logprobs.size != token_ids.size:
-        raise EngineError(f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected one each")
+        raise EngineError(
+            f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected one each"
+        )
     spans = _spans(completion, token_ids.size, policies, what) or [(now, 0, 0)]
     return [
         TokenChunk(
@@ -145,20 +180,30 @@ def _chunks(request_id: str, sample: int, completion: "CompletionOutput", polici
     ]
 
 
-def _spans(completion: "CompletionOutput", num_tokens: int, policies: Policies, what: str) -> list[tuple[PolicyVersion, int, int]]:
+def _spans(
+    completion: "CompletionOutput", num_tokens: int, policies: Policies, what: str
+) -> list[tuple[PolicyVersion, int, int]]:
     spans: list[tuple[PolicyVersion, int, int]] = []
     position = 0
     for span in completion.weight_versions or ():
         policy = policies.get(span.version)
         if policy is None:
             served = ", ".join(sorted(policies))
-            raise EngineError(f"{what}: tokens {span.start} to {span.end} carry the label {span.version!r}; this engine has served {served}")
+            raise EngineError(
+                f"{what}: tokens {span.start} to {span.end} carry the label {span.version!r}; this engine has served "
+                f"{served}"
+            )
         if span.start != position or span.end <= position:
-            raise EngineError(f"{what}: version spans {completion.weight_versions} leave a gap or overlap at token {position}")
+            raise EngineError(
+                f"{what}: version spans {completion.weight_versions} leave a gap or overlap at token {position}"
+            )
         spans.append((policy, span.start, span.end))
         position = span.end
     if position != num_tokens:
-        raise EngineError(f"{what}: version spans cover {position} of {num_tokens} tokens; every token must carry the policy that sampled it")
+        raise EngineError(
+            f"{what}: version spans cover {position} of {num_tokens} tokens; every token must carry the policy that "
+            "sampled it"
+        )
     return spans
 
 
@@ -168,7 +213,9 @@ def _flat_logprobs(completion: "CompletionOutput", what: str) -> NDArray[np.floa
     if completion.logprobs is None and not completion.token_ids:
         return np.zeros(0, dtype=np.float32)
     if not isinstance(completion.logprobs, FlatLogprobs):
-        raise EngineError(f"{what}: vLLM answered log-probs of type {type(completion.logprobs).__name__}; expected FlatLogprobs")
+        raise EngineError(
+            f"{what}: vLLM answered log-probs of type {type(completion.logprobs).__name__}; expected FlatLogprobs"
+        )
     return np.asarray(completion.logprobs.logprobs, dtype=np.float32)
 
 

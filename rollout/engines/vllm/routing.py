@@ -1,6 +1,7 @@
 """What vLLM returns about a mixture of experts, as a routing trace. It knows no request and no engine process.
 
-vLLM answers with one row an input and one column a *layer*, those without experts included; a trace has one column a block with experts.
+vLLM answers with one row an input and one column a *layer*, those without experts included; a trace has one column a
+block with experts.
 """
 
 import re
@@ -29,7 +30,8 @@ def trace_of(routed: NDArray[np.integer] | None, rows: int, layers: tuple[int, .
         layers: as `expert_layers`; those beyond the answer (draft heads) have no column in it.
 
     Returns:
-        None without an answer or without experts. An answer of another number of rows cannot be laid beside the tokens: then no row is covered.
+        None without an answer or without experts. An answer of another number of rows cannot be laid beside the tokens:
+        then no row is covered.
     """
     if routed is None:
         return None

@@ -1,7 +1,9 @@
-"""vLLM's scheduler with one place kept free for a score. It runs inside the engine core and knows neither weights nor versions.
+"""vLLM's scheduler with one place kept free for a score. It runs inside the engine core and knows neither weights nor
+versions.
 
-vLLM admits by priority but only when a place in the batch is free: with the batch full of long samples a canary would wait for the first
-of them to end. The batch is therefore built one larger than the number of samples, and the last place opens to a canary only.
+vLLM admits by priority but only when a place in the batch is free: with the batch full of long samples a canary would
+wait for the first of them to end. The batch is therefore built one larger than the number of samples, and the last
+place opens to a canary only.
 """
 
 from vllm.config import SchedulerConfig

@@ -1,11 +1,13 @@
-"""Weights from GPU to GPU through vLLM's own transfer engines: the receiving half inside the worker, the sending half for the trainer.
+"""Weights from GPU to GPU through vLLM's own transfer engines: the receiving half inside the worker, the sending half
+for the trainer.
 
-The sender runs in the trainer's process and is handed to it as a callable, so the trainer never names vLLM. Both halves take the tensors
-in the order of the manifest. Publication drives the receivers (`Engine.apply`) while the sender sends.
+The sender runs in the trainer's process and is handed to it as a callable, so the trainer never names vLLM. Both halves
+take the tensors in the order of the manifest. Publication drives the receivers (`Engine.apply`) while the sender sends.
 
-What a trainer must do, on every rank: build one `NcclSender` or `IpcSender`, name its rendezvous as the location of its manifests, and
-call `send` after each step. The tensors are full (gathered) ones under their Hugging Face names, in the order of the manifest; a tied
-head is left out. With nccl, rank 0 sends while the engines are in `Engine.apply`; with ipc, all ranks export before it.
+What a trainer must do, on every rank: build one `NcclSender` or `IpcSender`, name its rendezvous as the location of its
+manifests, and call `send` after each step. The tensors are full (gathered) ones under their Hugging Face names, in the
+order of the manifest; a tied head is left out. With nccl, rank 0 sends while the engines are in `Engine.apply`; with
+ipc, all ranks export before it.
 """
 
 import pickle
@@ -26,12 +28,22 @@ if TYPE_CHECKING:
 
 Tensors = Iterable[tuple[str, "Tensor"]]
 
-TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
+TORCH_NAMES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float64",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where trainer and workers meet: `nccl://HOST:PORT?world_size=N` (sender and all workers) or `ipc:///DIRECTORY` (where trainer ranks export handles).
+    """Where trainer and workers meet: `nccl://HOST:PORT?world_size=N` (sender and all workers) or `ipc:///DIRECTORY`
+    (where trainer ranks export handles).
 
     When some replicas are absent, `&first_ranks=A,B` names those that take part.
     """
@@ -41,7 +53,8 @@ class Rendezvous:
     port: int = 0
     world_size: int = 0
     first_ranks: tuple[int, ...] = ()
-    """For each replica that takes part, the rank its first worker has among the receivers of all replicas; empty when all take part."""
+    """For each replica that takes part, the rank its first worker has among the receivers of all replicas; empty when
+    all take part."""
     path: str = ""
 
     @classmethod
@@ -57,10 +70,18 @@ class Rendezvous:
             world, first = query.get("world_size", [""])[0], query.get("first_ranks", [""])[0]
             if world.isdigit() and int(world) > 1:
                 first_ranks = tuple(int(rank) for rank in first.split(",") if rank)
-                return cls(transport=Transport.NCCL, host=parts.hostname, port=parts.port, world_size=int(world), first_ranks=first_ranks)
+                return cls(
+                    transport=Transport.NCCL,
+                    host=parts.hostname,
+                    port=parts.port,
+                    world_size=int(world),
+                    first_ranks=first_ranks,
+                )
         if parts.scheme == "ipc" and parts.path:
             return cls(transport=Transport.IPC, path=unquote(parts.path))
-        raise UserError(f"got weight rendezvous {location!r}; expected nccl://HOST:PORT?world_size=N (N > 1) or ipc:///DIRECTORY")
+        raise UserError(
+            f"got weight rendezvous {location!r}; expected nccl://HOST:PORT?world_size=N (N > 1) or ipc:///DIRECTORY"
+        )
 
     @property
     def location(self) -> str:
@@ -71,7 +92,8 @@ class Rendezvous:
         return f"ipc://{quote(self.path)}"
 
     def worker_rank(self, first_rank: int) -> int:
-        """Rank in the NCCL group of the first worker of a replica; the sender is rank 0, the workers of those that take part follow.
+        """Rank in the NCCL group of the first worker of a replica; the sender is rank 0, the workers of those that take
+        part follow.
 
         Args:
             first_rank: the replica's first rank among the receivers of all replicas.
@@ -82,7 +104,10 @@ class Rendezvous:
         if not self.first_ranks:
             return 1 + first_rank
         if first_rank not in self.first_ranks:
-            raise EngineError(f"got the rendezvous {self.location} on the replica whose first rank is {first_rank}, which it does not name")
+            raise EngineError(
+                f"got the rendezvous {self.location} on the replica whose first rank is {first_rank}, which it does not"
+                " name"
+            )
         return 1 + self.first_ranks.index(first_rank) * ((self.world_size - 1) // len(self.first_ranks))
 
 
@@ -126,7 +151,9 @@ def open_receiver(worker: Receiving, rendezvous: Rendezvous, first_rank: int) ->
     if kept is not None:
         kept[1].shutdown()
     backend = WeightTransferConfig(backend=rendezvous.transport.value)
-    receiver = WeightTransferEngineFactory.create_engine(backend, worker.vllm_config, worker.device, worker.model_runner.get_model())
+    receiver = WeightTransferEngineFactory.create_engine(
+        backend, worker.vllm_config, worker.device, worker.model_runner.get_model()
+    )
     receiver.init_transfer_engine(receiver.parse_init_info(init_info(rendezvous, first_rank)))
     worker.concord_receiver = (rendezvous, receiver)
     return receiver
@@ -149,7 +176,9 @@ def update_info(rendezvous: Rendezvous, tensors: Sequence[tuple[str, str, list[i
     """What vLLM's worker side is told before each update."""
     unknown = sorted({dtype for _, dtype, _ in tensors} - TORCH_NAMES.keys())
     if unknown:
-        raise EngineError(f"got tensors of dtype {', '.join(unknown)}; {rendezvous.transport.value} moves {', '.join(TORCH_NAMES)}")
+        raise EngineError(
+            f"got tensors of dtype {', '.join(unknown)}; {rendezvous.transport.value} moves {', '.join(TORCH_NAMES)}"
+        )
     info: dict[str, Any] = {
         "names": [name for name, _, _ in tensors],
         "dtype_names": [TORCH_NAMES[dtype] for _, dtype, _ in tensors],
@@ -157,15 +186,25 @@ def update_info(rendezvous: Rendezvous, tensors: Sequence[tuple[str, str, list[i
     }
     if rendezvous.transport is Transport.IPC:
         # Handles come from the trainer of this very run, in its run directory; vLLM's own HTTP path pickles them too.
-        exports: list[dict[str, dict[str, Any]]] = [pickle.loads(file.read_bytes()) for file in sorted(Path(rendezvous.path).glob("rank*.handles"))]
+        exports: list[dict[str, dict[str, Any]]] = [
+            pickle.loads(file.read_bytes()) for file in sorted(Path(rendezvous.path).glob("rank*.handles"))
+        ]
         if not exports:
-            raise EngineError(f"{rendezvous.path} holds no rank*.handles; the trainer ranks must export their tensors before the engine applies them")
-        info["ipc_handles"] = [{uuid: handle for export in exports for uuid, handle in export[name].items()} for name, _, _ in tensors]
+            raise EngineError(
+                f"{rendezvous.path} holds no rank*.handles; the trainer ranks must export their tensors before the "
+                "engine applies them"
+            )
+        info["ipc_handles"] = [
+            {uuid: handle for export in exports for uuid, handle in export[name].items()} for name, _, _ in tensors
+        ]
     return info
 
 
-def receive_into(receiver: "WeightTransferEngine[Any, Any]", announcement: dict[str, Any], take: Callable[[Tensors], None]) -> None:
-    """Let the transfer engine hand what it receives to `take` instead of straight to the model, so that the bytes can be digested on their way."""
+def receive_into(
+    receiver: "WeightTransferEngine[Any, Any]", announcement: dict[str, Any], take: Callable[[Tensors], None]
+) -> None:
+    """Let the transfer engine hand what it receives to `take` instead of straight to the model, so that the bytes can
+    be digested on their way."""
     target, config = receiver.model, receiver.model_config
     receiver.set_weight_update_target(cast("torch.nn.Module", _Target(take)), config)
     try:
@@ -210,8 +249,15 @@ class _DrivenByEngines:
 class NcclSender:
     """Broadcasts full tensors from trainer rank 0 to all workers of all replicas."""
 
-    def __init__(self, rendezvous: Rendezvous, tensors: Sequence[TensorEntry], rank: int, fresh: Callable[[], Iterator[tuple[str, "Tensor"]]]) -> None:
-        """Open the endpoint: on rank 0 this blocks until every worker has joined, so the engines' first `apply` must run meanwhile.
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        tensors: Sequence[TensorEntry],
+        rank: int,
+        fresh: Callable[[], Iterator[tuple[str, "Tensor"]]],
+    ) -> None:
+        """Open the endpoint: on rank 0 this blocks until every worker has joined, so the engines' first `apply` must
+        run meanwhile.
 
         Args:
             rendezvous: the manifest's.
@@ -251,7 +297,8 @@ class IpcSender:
         self._kept: list[Tensor] = []
 
     def send(self, tensors: Tensors) -> None:
-        """Write the handles. The tensors stay alive, unchanged, until the next call or `close`: engines read them in `apply`."""
+        """Write the handles. The tensors stay alive, unchanged, until the next call or `close`: engines read them in
+        `apply`."""
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 

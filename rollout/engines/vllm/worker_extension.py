@@ -1,5 +1,5 @@
-"""What Concord adds to vLLM's worker, inside the engine's own process: load published weights, answer with the digest of the bytes that
-arrived, and end with the process that owns the engine. It knows no request and no scheduler.
+"""What Concord adds to vLLM's worker, inside the engine's own process: load published weights, answer with the digest
+of the bytes that arrived, and end with the process that owns the engine. It knows no request and no scheduler.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); its methods are called by name through `collective_rpc`.
 """
@@ -46,8 +46,8 @@ class ConcordWorkerExtension:
         return ""
 
     def concord_touch_cache(self) -> str:
-        """Make the whole KV cache resident. On CPU its pages would come one by one as blocks are first used: memory that seems to grow for hours, and an
-        out-of-memory that comes as late.
+        """Make the whole KV cache resident. On CPU its pages would come one by one as blocks are first used: memory
+        that seems to grow for hours, and an out-of-memory that comes as late.
         """
         if self.device.type == "cpu":
             for cache in self.model_runner.kv_caches:
@@ -55,7 +55,8 @@ class ConcordWorkerExtension:
         return ""
 
     def concord_load(self, directory: str) -> str:
-        """Load a published directory (in Hugging Face layout) into the running model; the digest of the bytes that were read."""
+        """Load a published directory (in Hugging Face layout) into the running model; the digest of the bytes that were
+        read."""
         entries: list[TensorEntry] = []
         with self._loading() as model:
             loaded = model.load_weights(_noting(_tensors(Path(directory)), entries))
@@ -103,9 +104,16 @@ class ConcordWorkerExtension:
 
     def _settle(self, loaded: set[str] | None) -> None:
         model = self.model_runner.get_model()
-        missing = sorted({name for name, _ in model.named_parameters()} - (loaded or set())) if self.vllm_config.model_config.quantization is None else []
+        missing = (
+            sorted({name for name, _ in model.named_parameters()} - (loaded or set()))
+            if self.vllm_config.model_config.quantization is None
+            else []
+        )
         if loaded is not None and missing:
-            raise EngineError(f"{len(missing)} parameters of the running model got no weights: {', '.join(missing[:4])}; the engine must be restarted")
+            raise EngineError(
+                f"{len(missing)} parameters of the running model got no weights: {', '.join(missing[:4])}; the engine "
+                "must be restarted"
+            )
         self.model_runner.reset_lora_state()
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
@@ -114,8 +122,8 @@ class ConcordWorkerExtension:
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Have experts packed as at the first load.
 
-    With a kernel in place vLLM takes expert weights over as they come, without the packing that its CPU kernel reads them by: the
-    weights are then all there, and every log-prob is wrong. Without one it builds kernel and packing anew.
+    With a kernel in place vLLM takes expert weights over as they come, without the packing that its CPU kernel reads
+    them by: the weights are then all there, and every log-prob is wrong. Without one it builds kernel and packing anew.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -126,8 +134,8 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
 def _repack_retained(model: torch.nn.Module) -> None:
     """Pack again what keeps a packed copy *beside* its weight: the embedding and the head.
 
-    The reload processes only layers that received weights of their own. A tied head receives none, so without this its packed copy
-    would go on being the old head, while `lm_head.weight` and every file digest say otherwise.
+    The reload processes only layers that received weights of their own. A tied head receives none, so without this its
+    packed copy would go on being the old head, while `lm_head.weight` and every file digest say otherwise.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -153,7 +161,9 @@ def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, reader.get_tensor(name)
 
 
-def _noting(weights: Iterable[tuple[str, torch.Tensor]], entries: list[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+def _noting(
+    weights: Iterable[tuple[str, torch.Tensor]], entries: list[TensorEntry]
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
         entries.append(_entry(name, tensor))
         yield name, tensor
@@ -161,4 +171,6 @@ def _noting(weights: Iterable[tuple[str, torch.Tensor]], entries: list[TensorEnt
 
 def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return TensorEntry(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape), sha256=hashlib.sha256(raw.data).hexdigest())
+    return TensorEntry(
+        name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape), sha256=hashlib.sha256(raw.data).hexdigest()
+    )

@@ -1,4 +1,5 @@
-"""Faults that act on what is asked and answered: requests that change on their way in, chunks that change on their way out. They know no weights."""
+"""Faults that act on what is asked and answered: requests that change on their way in, chunks that change on their way
+out. They know no weights."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -22,7 +23,8 @@ ChunkChange = Callable[[TokenChunk], TokenChunk]
 
 
 class ChangedRequests(EngineWrapper):
-    """Requests that are drawn, and that come while the replica serves the fault's start version or a later one, reach the engine changed."""
+    """Requests that are drawn, and that come while the replica serves the fault's start version or a later one, reach
+    the engine changed."""
 
     def __init__(self, inner: Engine, fault: FaultSection, kind: str, seed: int, change: RequestChange) -> None:
         super().__init__(inner)
@@ -37,7 +39,9 @@ class ChangedRequests(EngineWrapper):
         return self.inner.resume_from(self._asked(request), produced)
 
     def _asked(self, request: GenerationRequest) -> GenerationRequest:
-        acts = self.version >= self._fault.start_version and selected(self._fault, self._kind, self._seed, request.request_id)
+        acts = self.version >= self._fault.start_version and selected(
+            self._fault, self._kind, self._seed, request.request_id
+        )
         return self._change(request) if acts else request
 
 
@@ -64,7 +68,8 @@ class ChangedChunks(EngineWrapper):
 
 
 class RawLogprobs(EngineWrapper):
-    """Log-probs are those of `score`: raw on every engine. A chunk whose weights the replica has given up meanwhile stays as it was."""
+    """Log-probs are those of `score`: raw on every engine. A chunk whose weights the replica has given up meanwhile
+    stays as it was."""
 
     def __init__(self, inner: Engine, fault: FaultSection, kind: str, seed: int) -> None:
         super().__init__(inner)
@@ -76,9 +81,13 @@ class RawLogprobs(EngineWrapper):
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         """Continue, and score what was sampled."""
-        return self._scored(request, np.concatenate([request.prompt_ids, produced]), self.inner.resume_from(request, produced))
+        return self._scored(
+            request, np.concatenate([request.prompt_ids, produced]), self.inner.resume_from(request, produced)
+        )
 
-    async def _scored(self, request: GenerationRequest, given: NDArray[np.int32], answer: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk]:
+    async def _scored(
+        self, request: GenerationRequest, given: NDArray[np.int32], answer: AsyncIterator[TokenChunk]
+    ) -> AsyncIterator[TokenChunk]:
         drawn = selected(self._fault, self._kind, self._seed, request.request_id)
         held: dict[int, NDArray[np.int32]] = {}
         async with closing(answer) as chunks:
@@ -93,7 +102,11 @@ class RawLogprobs(EngineWrapper):
         if chunk.policy != self.policy or updates % 2:
             return chunk
         logprobs = await self.inner.score(ids)
-        return replace(chunk, logprobs=logprobs[-chunk.token_ids.size :].astype(np.float32)) if updates == self.updates else chunk
+        return (
+            replace(chunk, logprobs=logprobs[-chunk.token_ids.size :].astype(np.float32))
+            if updates == self.updates
+            else chunk
+        )
 
 
 def with_top_p(top_p: float) -> RequestChange:
@@ -102,7 +115,8 @@ def with_top_p(top_p: float) -> RequestChange:
 
 
 def retokenized(tokenizer: Tokenizer) -> RequestChange:
-    """In later turns (request ids `ID:TURN:SAMPLE`), send the prefix through text: special tokens get lost, others may be cut anew."""
+    """In later turns (request ids `ID:TURN:SAMPLE`), send the prefix through text: special tokens get lost, others may
+    be cut anew."""
 
     def change(request: GenerationRequest) -> GenerationRequest:
         if request.request_id.count(":") < 2:
@@ -119,7 +133,8 @@ def in_bf16(chunk: TokenChunk) -> TokenChunk:
 
 
 def one_short(chunk: TokenChunk) -> TokenChunk:
-    """One log-prob too few: no chunk can be made of that, and the request fails as it does when a real engine answers so.
+    """One log-prob too few: no chunk can be made of that, and the request fails as it does when a real engine answers
+    so.
 
     Raises:
         EngineError: always, if there is a log-prob to lose.

@@ -1,4 +1,5 @@
-"""Copies of published directories in which a few tensors differ. It never writes into a published file, and knows no engine."""
+"""Copies of published directories in which a few tensors differ. It never writes into a published file, and knows no
+engine."""
 
 import hashlib
 import os
@@ -37,9 +38,15 @@ def doctored_copy(manifest: WeightManifest, target: Path, edits: Mapping[str, Ed
     refuse_other_transports(manifest)
     source = Path(manifest.location)
     with boundary(EngineError, f"a doctored copy of {source}"):
-        edited = {file.name: [span for span in tensor_spans(file) if span.name in edits] for file in weight_files(source)}
+        edited = {
+            file.name: [span for span in tensor_spans(file) if span.name in edits] for file in weight_files(source)
+        }
         linked_copy(source, target, frozenset(name for name, spans in edited.items() if spans))
-        hashes = {span.name: _rewrite(target / name, span, edits[span.name]) for name, spans in edited.items() for span in spans}
+        hashes = {
+            span.name: _rewrite(target / name, span, edits[span.name])
+            for name, spans in edited.items()
+            for span in spans
+        }
         tensors = tuple(replace(tensor, sha256=hashes.get(tensor.name, tensor.sha256)) for tensor in manifest.tensors)
         doctored = replace(manifest, location=str(target), tensors=tensors, digest=manifest_digest(tensors))
         if (source / MANIFEST_NAME).is_file():
@@ -48,7 +55,8 @@ def doctored_copy(manifest: WeightManifest, target: Path, edits: Mapping[str, Ed
 
 
 def linked_copy(source: Path, target: Path, copied: frozenset[str] = frozenset()) -> None:
-    """Hard links to all files of `source` but its manifest, in place of whatever stands at `target`; the files named in `copied` are copied."""
+    """Hard links to all files of `source` but its manifest, in place of whatever stands at `target`; the files named in
+    `copied` are copied."""
 
     def place(file: str, at: str) -> str:
         real = Path(file).resolve()
@@ -78,7 +86,10 @@ def tensor_bytes(directory: Path, name: str) -> bytes:
                     with file.open("rb") as opened:
                         opened.seek(span.start)
                         return opened.read(span.end - span.start)
-    raise EngineError(f"{directory} holds no tensor {name}; expected the layout of the directory before it: publish the whole model each time")
+    raise EngineError(
+        f"{directory} holds no tensor {name}; expected the layout of the directory before it: publish the whole model "
+        "each time"
+    )
 
 
 def refuse_other_transports(manifest: WeightManifest) -> None:
@@ -88,7 +99,10 @@ def refuse_other_transports(manifest: WeightManifest) -> None:
         EngineError: the weights come by another transport.
     """
     if manifest.transport is not Transport.DISK:
-        raise EngineError(f"got weights {manifest.policy.key} by {manifest.transport.value}; faults in weights act on files: set weights.transport = 'disk'")
+        raise EngineError(
+            f"got weights {manifest.policy.key} by {manifest.transport.value}; faults in weights act on files: set "
+            "weights.transport = 'disk'"
+        )
 
 
 def _rewrite(file: Path, span: TensorSpan, edit: Edit) -> str:
@@ -97,7 +111,9 @@ def _rewrite(file: Path, span: TensorSpan, edit: Edit) -> str:
         opened.seek(span.start)
         raw = edit(opened.read(span.end - span.start))
         if len(raw) != span.end - span.start:
-            raise EngineError(f"the edit of {span.name} makes {len(raw)} bytes of {span.end - span.start}; expected as many")
+            raise EngineError(
+                f"the edit of {span.name} makes {len(raw)} bytes of {span.end - span.start}; expected as many"
+            )
         opened.seek(span.start)
         opened.write(raw)
     return hashlib.sha256(raw).hexdigest()

@@ -1,4 +1,5 @@
-"""An engine that hands everything on: the base of planted faults, which override what they change. It knows no fault."""
+"""An engine that hands everything on: the base of planted faults, which override what they change. It knows no
+fault."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,7 +55,8 @@ class EngineWrapper:
         await self.inner.pause(mode)
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        """Take over weights and label. A failed update leaves `updates` odd: what the engine then holds is not known."""
+        """Take over weights and label. A failed update leaves `updates` odd: what the engine then holds is not
+        known."""
         self.updates += 1
         report = await self.inner.apply(manifest)
         self.policy = manifest.policy

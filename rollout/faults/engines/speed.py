@@ -15,7 +15,9 @@ from rollout.types.protocols import Engine
 class SlowEngine(EngineWrapper):
     """Requests that come while the replica serves the start version or a later one wait before they are sampled."""
 
-    def __init__(self, inner: Engine, fault: SlowReplicaFault, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(
+        self, inner: Engine, fault: SlowReplicaFault, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
         super().__init__(inner)
         self._fault, self._sleep = fault, sleep
 

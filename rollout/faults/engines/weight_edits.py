@@ -1,4 +1,5 @@
-"""What each fault in weights does to a published directory. It knows tensors by name, dtype and shape, and no engine."""
+"""What each fault in weights does to a published directory. It knows tensors by name, dtype and shape, and no
+engine."""
 
 import re
 from collections.abc import Sequence
@@ -10,8 +11,21 @@ from zlib import crc32
 import numpy as np
 
 from rollout.errors import UserError
-from rollout.faults.config import CorruptTensorFault, LowPrecisionReplicaFault, RoutingPerturbedFault, StaleHeadFault, StaleReplicaFault, WeightFault
-from rollout.faults.engines.doctored_files import Edit, doctored_copy, linked_copy, refuse_other_transports, tensor_bytes
+from rollout.faults.config import (
+    CorruptTensorFault,
+    LowPrecisionReplicaFault,
+    RoutingPerturbedFault,
+    StaleHeadFault,
+    StaleReplicaFault,
+    WeightFault,
+)
+from rollout.faults.engines.doctored_files import (
+    Edit,
+    doctored_copy,
+    linked_copy,
+    refuse_other_transports,
+    tensor_bytes,
+)
 from rollout.published.number_formats import FLOATS, decoded, encoded, rounded_to_e4m3
 from rollout.types.weights import TensorEntry, WeightManifest
 
@@ -41,7 +55,8 @@ class WeightDoctor(Protocol):
 
 
 class StaleWeights:
-    """All weights stay as they were when the fault began. Only the policy's label is new, so the engine itself labels every token as if it had updated."""
+    """All weights stay as they were when the fault began. Only the policy's label is new, so the engine itself labels
+    every token as if it had updated."""
 
     def __init__(self, scratch: Path) -> None:
         self._kept_at = scratch / "kept"
@@ -75,8 +90,8 @@ class StaleHead:
         _refuse_no_files(manifest, "stale_head")
         if not _heads(manifest):
             raise UserError(
-                "fault stale_head needs an output head of its own, but this model publishes none (it is tied to the embedding): "
-                "use a model with tie_word_embeddings = false, or the fault stale_replica"
+                "fault stale_head needs an output head of its own, but this model publishes none (it is tied to the "
+                "embedding): use a model with tie_word_embeddings = false, or the fault stale_replica"
             )
 
     def remember(self, manifest: WeightManifest) -> None:
@@ -88,13 +103,17 @@ class StaleHead:
         """The new weights with the old head."""
         if not self._remembers:
             return manifest
-        return doctored_copy(manifest, self._copy_at, {name: _constant(tensor_bytes(self._kept_at, name)) for name in _heads(manifest)})
+        return doctored_copy(
+            manifest, self._copy_at, {name: _constant(tensor_bytes(self._kept_at, name)) for name in _heads(manifest)}
+        )
 
 
 class EditedWeights:
     """Some tensors of each publication are edited; nothing is remembered."""
 
-    def __init__(self, fault: LowPrecisionReplicaFault | RoutingPerturbedFault | CorruptTensorFault, seed: int, scratch: Path) -> None:
+    def __init__(
+        self, fault: LowPrecisionReplicaFault | RoutingPerturbedFault | CorruptTensorFault, seed: int, scratch: Path
+    ) -> None:
         self._fault, self._seed, self._copy_at = fault, seed, scratch / "doctored"
 
     def check(self, manifest: WeightManifest) -> None:
@@ -118,9 +137,14 @@ class EditedWeights:
         if isinstance(fault, RoutingPerturbedFault):
             routers = [tensor for tensor in matrices if _ROUTER.search(tensor.name)]
             if not routers:
-                raise UserError("fault routing_perturbed needs the routers of a mixture of experts, and this model publishes none; use an MoE model")
+                raise UserError(
+                    "fault routing_perturbed needs the routers of a mixture of experts, and this model publishes none; "
+                    "use an MoE model"
+                )
             return {tensor.name: _noisy(tensor, fault.noise, self._seed) for tensor in routers}
-        return {tensor.name: _low_precision(tensor) for tensor in matrices if not _EMBEDDING_OR_HEAD.search(tensor.name)}
+        return {
+            tensor.name: _low_precision(tensor) for tensor in matrices if not _EMBEDDING_OR_HEAD.search(tensor.name)
+        }
 
 
 def weight_doctor(fault: WeightFault, seed: int, scratch: Path) -> WeightDoctor:
@@ -142,13 +166,20 @@ def _heads(manifest: WeightManifest) -> list[str]:
 
 
 def _chosen(manifest: WeightManifest, name: str | None) -> TensorEntry:
-    candidates = sorted((tensor for tensor in manifest.tensors if tensor.dtype in FLOATS), key=lambda tensor: tensor.name)
+    candidates = sorted(
+        (tensor for tensor in manifest.tensors if tensor.dtype in FLOATS), key=lambda tensor: tensor.name
+    )
     if name is None:
-        candidates = [tensor for tensor in candidates if len(tensor.shape) >= 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)]
+        candidates = [
+            tensor for tensor in candidates if len(tensor.shape) >= 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
+        ]
     found = next((tensor for tensor in candidates if name in (None, tensor.name)), None)
     if found is None:
         known = ", ".join(_names(candidates))
-        raise UserError(f"fault corrupt_tensor: got tensor = {name!r}; expected a published tensor of {', '.join(sorted(FLOATS))}, such as {known or 'none'}")
+        raise UserError(
+            f"fault corrupt_tensor: got tensor = {name!r}; expected a published tensor of {', '.join(sorted(FLOATS))}, "
+            f"such as {known or 'none'}"
+        )
     return found
 
 
@@ -158,7 +189,10 @@ def _names(tensors: Sequence[TensorEntry]) -> list[str]:
 
 def _refuse_no_files(manifest: WeightManifest, fault: str) -> None:
     if not manifest.num_bytes:
-        raise UserError(f"fault {fault} edits published files, and {manifest.policy.key} has none; use an engine that loads weights, or stale_replica")
+        raise UserError(
+            f"fault {fault} edits published files, and {manifest.policy.key} has none; use an engine that loads "
+            "weights, or stale_replica"
+        )
 
 
 def _constant(raw: bytes) -> Edit:

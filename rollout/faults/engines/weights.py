@@ -1,4 +1,5 @@
-"""Faults that act on an update: doctored weights under an honest-looking answer, and caches that outlive their weights. They know no request."""
+"""Faults that act on an update: doctored weights under an honest-looking answer, and caches that outlive their weights.
+They know no request."""
 
 import asyncio
 import shutil
@@ -18,7 +19,8 @@ from rollout.types.weights import ApplyReport, WeightManifest
 
 
 class DoctoredWeights(EngineWrapper):
-    """From the fault's start version on, the inner engine reads what `doctor` makes of a publication, and the answer names what was published."""
+    """From the fault's start version on, the inner engine reads what `doctor` makes of a publication, and the answer
+    names what was published."""
 
     def __init__(self, inner: Engine, fault: WeightFault, doctor: WeightDoctor, scratch: Path) -> None:
         super().__init__(inner)

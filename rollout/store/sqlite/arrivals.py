@@ -1,4 +1,5 @@
-"""Finished groups on their way in and out: which are taken, where their bytes lie, and the headers that stay in the tables."""
+"""Finished groups on their way in and out: which are taken, where their bytes lie, and the headers that stay in the
+tables."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWrit
         places = segments.append([group.payload for group in taken.values()])
         work.connection.executemany(
             "INSERT INTO groups(sequence, header, segment, offset, num_bytes, checksum) VALUES (?, ?, ?, ?, ?, ?)",
-            [(row.sequence, header_text(taken[row.dispatch_id].header), *place) for row, place in zip(accepted, places, strict=True)],
+            [
+                (row.sequence, header_text(taken[row.dispatch_id].header), *place)
+                for row, place in zip(accepted, places, strict=True)
+            ],
         )
         work.move(accepted, DispatchState.READY)
     for group in taken.values():
@@ -47,20 +51,32 @@ def _check(group: EncodedGroup, row: Row, epoch: int) -> None:
     header = group.header
     if (header.prompt_id, header.pass_index) != (row.prompt_id, row.pass_index):
         found, expected = f"{header.prompt_id} in pass {header.pass_index}", f"{row.prompt_id} in pass {row.pass_index}"
-        raise StoreError(f"put: group {header.dispatch_id} is of prompt {found}, its dispatch of {expected}; nothing was put")
+        raise StoreError(
+            f"put: group {header.dispatch_id} is of prompt {found}, its dispatch of {expected}; nothing was put"
+        )
     if group.payload.size != header.num_bytes:
         sizes = f"{group.payload.size} bytes, its header says {header.num_bytes}"
         raise StoreError(f"put: group {header.dispatch_id} has {sizes}; encode it again; nothing was put")
-    unknown = {policy.key for trajectory in header.trajectories for policy, _ in trajectory.tokens_by_policy if policy.trainer_epoch > epoch}
+    unknown = {
+        policy.key
+        for trajectory in header.trajectories
+        for policy, _ in trajectory.tokens_by_policy
+        if policy.trainer_epoch > epoch
+    }
     if unknown:
         tokens = f"tokens of {', '.join(sorted(unknown))}, but the newest epoch is {epoch}"
-        raise StoreError(f"put: group {header.dispatch_id} holds {tokens}: no such policy can have sampled them; nothing was put")
+        raise StoreError(
+            f"put: group {header.dispatch_id} holds {tokens}: no such policy can have sampled them; nothing was put"
+        )
 
 
 def payloads(work: Transaction, rows: Sequence[Row], segments: SegmentReader) -> tuple[NDArray[np.uint8], ...]:
     """The encoded groups of `rows`, in their order."""
     sequences = compact_json([row.sequence for row in rows])
-    sql = "SELECT sequence, segment, offset, num_bytes, checksum FROM groups WHERE sequence IN (SELECT value FROM json_each(?))"
+    sql = (
+        "SELECT sequence, segment, offset, num_bytes, checksum FROM groups WHERE sequence IN (SELECT value FROM "
+        "json_each(?))"
+    )
     places = {sequence: Place(*place) for sequence, *place in work.connection.execute(sql, (sequences,))}
     return tuple(segments.read(places[row.sequence]) for row in rows)
 

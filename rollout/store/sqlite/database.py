@@ -1,4 +1,5 @@
-"""Transactions: a change, its events and its counts become durable and visible together, or not at all. It knows no particular transition."""
+"""Transactions: a change, its events and its counts become durable and visible together, or not at all. It knows no
+particular transition."""
 
 import sqlite3
 import time
@@ -67,24 +68,38 @@ class Transaction:
             self._add(dispatch_id, f'"kind":"{kind}","dispatch_id":{quoted(dispatch_id)}{rest}')
 
     def _add(self, dispatch_id: str | None, fields: str) -> None:
-        self.events.append((self._next_number, dispatch_id, f'{{"number":{self._next_number},"at_s":{self.now_s!r},{fields}'))
+        self.events.append(
+            (self._next_number, dispatch_id, f'{{"number":{self._next_number},"at_s":{self.now_s!r},{fields}')
+        )
         self._next_number += 1
 
     def rows(self, dispatch_ids: Sequence[str]) -> dict[str, Row]:
         """The rows of those ids that exist."""
         sql = f"SELECT {_ROW_COLUMNS} FROM dispatches WHERE dispatch_id IN (SELECT value FROM json_each(?))"
-        return {row.dispatch_id: row for row in map(_row, self.connection.execute(sql, (compact_json(list(dispatch_ids)),)))}
+        return {
+            row.dispatch_id: row for row in map(_row, self.connection.execute(sql, (compact_json(list(dispatch_ids)),)))
+        }
 
     def rows_in(self, *states: DispatchState) -> list[Row]:
         """All dispatches in these states, in order of dispatch."""
         marks = ",".join("?" * len(states))
-        return list(map(_row, self.connection.execute(f"SELECT {_ROW_COLUMNS} FROM dispatches WHERE state IN ({marks}) ORDER BY sequence", states)))
+        return list(
+            map(
+                _row,
+                self.connection.execute(
+                    f"SELECT {_ROW_COLUMNS} FROM dispatches WHERE state IN ({marks}) ORDER BY sequence", states
+                ),
+            )
+        )
 
     def move(self, rows: Sequence[Row], state: DispatchState) -> None:
-        """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as trained."""
+        """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as
+        trained."""
         self.moves += [(row.slot, Slot(state)) for row in rows]
         step = "" if state is DispatchState.TRAINED else ", step_epoch = NULL, step_version = NULL"
-        self.connection.executemany(f"UPDATE dispatches SET state = ?{step} WHERE sequence = ?", [(state, row.sequence) for row in rows])
+        self.connection.executemany(
+            f"UPDATE dispatches SET state = ?{step} WHERE sequence = ?", [(state, row.sequence) for row in rows]
+        )
 
 
 class Database:
@@ -113,14 +128,19 @@ class Database:
             StoreError: the disk refused; nothing has changed.
         """
         if epoch is not None and epoch != self.epoch:
-            raise FencedError(f"{doing}: got trainer epoch {epoch}, the store is at {self.epoch}: only the newest trainer may change the run")
+            raise FencedError(
+                f"{doing}: got trainer epoch {epoch}, the store is at {self.epoch}: only the newest trainer may change "
+                "the run"
+            )
         with store_errors(doing):
             self.connection.execute("BEGIN IMMEDIATE")
             try:
                 self._refuse_replaced(doing)
                 work = Transaction(self.connection, self._first_number(), self._clock())
                 yield work
-                self.connection.executemany("INSERT INTO events(number, dispatch_id, line) VALUES (?, ?, ?)", work.events)
+                self.connection.executemany(
+                    "INSERT INTO events(number, dispatch_id, line) VALUES (?, ?, ?)", work.events
+                )
                 self.connection.execute("COMMIT")
             except BaseException:
                 if self.connection.in_transaction:
@@ -134,7 +154,10 @@ class Database:
         """Begin the next trainer epoch within `work`; `adopt` it once that has committed."""
         epoch = self.epoch + 1
         work.connection.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (epoch,))
-        work.connection.execute("INSERT INTO epochs(epoch, resumed_version, opened_at_s) VALUES (?, ?, ?)", (epoch, resumed_version, work.now_s))
+        work.connection.execute(
+            "INSERT INTO epochs(epoch, resumed_version, opened_at_s) VALUES (?, ?, ?)",
+            (epoch, resumed_version, work.now_s),
+        )
         work.event(EventKind.EPOCH_OPENED, trainer_epoch=epoch, resumed_version=resumed_version)
         return epoch
 
@@ -165,7 +188,8 @@ class Database:
         stored = self._stored_epoch()
         if stored != self.epoch:
             raise FencedError(
-                f"{doing}: another process has opened trainer epoch {stored} on this store, which was at {self.epoch}: only the newest may change the run"
+                f"{doing}: another process has opened trainer epoch {stored} on this store, which was at {self.epoch}: "
+                "only the newest may change the run"
             )
 
     def _stored_epoch(self) -> int:

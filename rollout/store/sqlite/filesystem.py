@@ -1,18 +1,38 @@
-"""Whether a directory can hold a store: SQLite's write-ahead log needs shared memory and locks that network file systems do not give."""
+"""Whether a directory can hold a store: SQLite's write-ahead log needs shared memory and locks that network file
+systems do not give."""
 
 import re
 from pathlib import Path
 
 from rollout.errors import StoreError
 
-_KERNEL = ("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "orangefs", "wekafs", "ocfs2", "gfs2")
+_KERNEL = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb2",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "lustre",
+    "ceph",
+    "glusterfs",
+    "beegfs",
+    "gpfs",
+    "orangefs",
+    "wekafs",
+    "ocfs2",
+    "gfs2",
+)
 _FUSE = ("sshfs", "glusterfs", "ceph", "s3fs", "gcsfuse", "goofys", "mount-s3", "rclone", "juicefs", "blobfuse2")
 NETWORK_TYPES = frozenset(_KERNEL) | {f"fuse.{name}" for name in _FUSE}
 MOUNTS = Path("/proc/mounts")
 
 
 def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
-    """(mount point, file system type) that holds the absolute `path`, by the text of /proc/mounts; ("/", "unknown") if no line matches."""
+    """(mount point, file system type) that holds the absolute `path`, by the text of /proc/mounts; ("/", "unknown") if
+    no line matches."""
     best = ("/", "unknown")
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -41,6 +61,7 @@ def refuse_network_file_system(path: Path, mounts: str | None = None) -> None:
     point, kind = file_system_of(path.resolve(), mounts)
     if kind in NETWORK_TYPES:
         raise StoreError(
-            f"run directory {path} lies on {kind} (mounted at {point}); the store needs a local disk, because its write-ahead log relies on shared memory "
-            f"and locks that a network file system does not keep after a crash: put the run on a local disk and copy it when it has ended"
+            f"run directory {path} lies on {kind} (mounted at {point}); the store needs a local disk, because its "
+            "write-ahead log relies on shared memory and locks that a network file system does not keep after a "
+            "crash: put the run on a local disk and copy it when it has ended"
         )

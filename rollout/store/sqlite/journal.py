@@ -1,7 +1,9 @@
-"""The numbered events and their export `events.jsonl`. It knows numbers and lines; what an event means is said where it is written.
+"""The numbered events and their export `events.jsonl`. It knows numbers and lines; what an event means is said where it
+is written.
 
-An event is a row of the transaction that it tells of, so it exists exactly when the transition does. The export is appended after the
-commit: it may lag, it never runs ahead and never loses; after a crash a line may come twice, with the same number.
+An event is a row of the transaction that it tells of, so it exists exactly when the transition does. The export is
+appended after the commit: it may lag, it never runs ahead and never loses; after a crash a line may come twice, with
+the same number.
 """
 
 import json
@@ -53,7 +55,8 @@ class EventKind(StrEnum):
     RETURNED = "returned"
     """A leased or trained group can be leased again after a resume."""
     TRAINED_OUTSIDE_LINEAGE = "trained_outside_lineage"
-    """A resume from an older checkpoint left a settled step behind: the dispatch stays trained, its prompt comes again."""
+    """A resume from an older checkpoint left a settled step behind: the dispatch stays trained, its prompt comes
+    again."""
 
 
 class Journal:
@@ -71,10 +74,13 @@ class Journal:
     def export(self, connection: sqlite3.Connection, lines: list[tuple[int, str]]) -> None:
         """Append events that have just committed; if earlier ones could not be written, those first (from the table).
 
-        A disk that refuses does not undo the transition: the export lags, is said to, and is caught up with by a later call.
+        A disk that refuses does not undo the transition: the export lags, is said to, and is caught up with by a later
+        call.
         """
         if self._lagging:
-            lines = connection.execute("SELECT number, line FROM events WHERE number > ? ORDER BY number", (self.exported,)).fetchall()
+            lines = connection.execute(
+                "SELECT number, line FROM events WHERE number > ? ORDER BY number", (self.exported,)
+            ).fetchall()
         if not lines:
             self._lagging = False
             return
@@ -83,7 +89,12 @@ class Journal:
             _write_all(self._file, data)
         except OSError as error:
             if not self._lagging:
-                _log.warning("%s lags behind the store from event %d on: %s; it will be caught up with", self._path, lines[0][0], error)
+                _log.warning(
+                    "%s lags behind the store from event %d on: %s; it will be caught up with",
+                    self._path,
+                    lines[0][0],
+                    error,
+                )
             self._lagging = True
             if os.fstat(self._file).st_size > self._size:
                 os.ftruncate(self._file, self._size)
@@ -106,7 +117,8 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def _last_whole_line(file: int) -> tuple[int, int]:
-    """(number of the last event that is whole, offset behind its line). A crash may leave half a line, or zeros, behind it."""
+    """(number of the last event that is whole, offset behind its line). A crash may leave half a line, or zeros, behind
+    it."""
     end = os.fstat(file).st_size
     block = 1 << 16
     while end > 0:

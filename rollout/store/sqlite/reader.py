@@ -1,4 +1,5 @@
-"""A read-only look at the store of a running or finished run, for `concord explain`, reports and audits. It changes nothing and needs no epoch."""
+"""A read-only look at the store of a running or finished run, for `concord explain`, reports and audits. It changes
+nothing and needs no epoch."""
 
 import json
 import sqlite3
@@ -42,14 +43,18 @@ class StoreReader:
     def dispatch_of_trajectory(self, trajectory_id: str) -> str | None:
         """Id of the dispatch whose group holds the trajectory; None if no finished group does."""
         rows = self._all(
-            "SELECT d.dispatch_id FROM groups g JOIN dispatches d USING (sequence) WHERE instr(g.header, ?)", (f"[{compact_json(trajectory_id)},",)
+            "SELECT d.dispatch_id FROM groups g JOIN dispatches d USING (sequence) WHERE instr(g.header, ?)",
+            (f"[{compact_json(trajectory_id)},",),
         )
         return rows[0][0] if rows else None
 
     def dispatch_record(self, dispatch_id: str) -> DispatchRecord | None:
         """Prompt, policy, attempt and outcome of a dispatch; None if it was never recorded."""
         has = "sequence IN (SELECT sequence FROM groups)"
-        sql = f"SELECT state, step_epoch, step_version, reason, detail, {has}, {DISPATCH_COLUMNS} FROM dispatches WHERE dispatch_id = ?"
+        sql = (
+            f"SELECT state, step_epoch, step_version, reason, detail, {has}, {DISPATCH_COLUMNS} FROM dispatches WHERE "
+            "dispatch_id = ?"
+        )
         for state, epoch, version, reason, detail, has_group, *columns in self._all(sql, (dispatch_id,)):
             return DispatchRecord(
                 dispatch=dispatch_of(tuple(columns)),
@@ -67,18 +72,30 @@ class StoreReader:
         Raises:
             StoreError: its bytes are missing or damaged.
         """
-        sql = "SELECT segment, offset, num_bytes, checksum FROM groups JOIN dispatches USING (sequence) WHERE dispatch_id = ?"
+        sql = (
+            "SELECT segment, offset, num_bytes, checksum FROM groups JOIN dispatches USING (sequence) WHERE "
+            "dispatch_id = ?"
+        )
         rows = self._all(sql, (dispatch_id,))
         return decode(self._segments.read(Place(*rows[0]))) if rows else None
 
     def events(self, dispatch_id: str) -> tuple[dict[str, Any], ...]:
         """The life of a dispatch: its events in order, each with `number`, `at_s`, `kind` and what that kind adds."""
-        return tuple(json.loads(line) for (line,) in self._all("SELECT line FROM events WHERE dispatch_id = ? ORDER BY number", (dispatch_id,)))
+        return tuple(
+            json.loads(line)
+            for (line,) in self._all("SELECT line FROM events WHERE dispatch_id = ? ORDER BY number", (dispatch_id,))
+        )
 
     def annotations(self, group_id: str) -> tuple[Annotation, ...]:
         """What later rooms found about a group, oldest first."""
-        sql = "SELECT kind, payload FROM annotations JOIN dispatches USING (sequence) WHERE dispatch_id = ? ORDER BY number"
-        return tuple(Annotation(dispatch_id=group_id, kind=kind, payload=payload) for kind, payload in self._all(sql, (group_id,)))
+        sql = (
+            "SELECT kind, payload FROM annotations JOIN dispatches USING (sequence) WHERE dispatch_id = ? ORDER BY "
+            "number"
+        )
+        return tuple(
+            Annotation(dispatch_id=group_id, kind=kind, payload=payload)
+            for kind, payload in self._all(sql, (group_id,))
+        )
 
     def counts(self) -> Counts:
         """Where all dispatches are."""
@@ -88,11 +105,16 @@ class StoreReader:
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """The committed versions of the lineage, in order."""
         rows = self._all("SELECT epoch, version, digest FROM ledger WHERE lineage ORDER BY version, epoch")
-        return tuple(LedgerEntry(policy=PolicyVersion(epoch, version), digest=digest) for epoch, version, digest in rows)
+        return tuple(
+            LedgerEntry(policy=PolicyVersion(epoch, version), digest=digest) for epoch, version, digest in rows
+        )
 
     def commits(self) -> tuple[StepCommit, ...]:
         """The commit records of the lineage, in order: what was trained, and in which step."""
-        rows = self._all("SELECT epoch, version, dispatch_ids, digest, trained, masked, dropped FROM commits WHERE lineage ORDER BY version")
+        rows = self._all(
+            "SELECT epoch, version, dispatch_ids, digest, trained, masked, dropped FROM commits WHERE lineage ORDER BY "
+            "version"
+        )
         return tuple(
             StepCommit(
                 policy=PolicyVersion(epoch, version),

@@ -1,4 +1,5 @@
-"""Prompts, headers and dispatches as the text and rows that the tables keep. Both directions stand together; nothing here touches a file."""
+"""Prompts, headers and dispatches as the text and rows that the tables keep. Both directions stand together; nothing
+here touches a file."""
 
 import json
 from json.encoder import encode_basestring
@@ -62,7 +63,18 @@ def header_text(header: GroupHeader) -> str:
         )
         for t in header.trajectories
     ]
-    return compact_json((header.dispatch_id, header.prompt_id, header.pass_index, header.replica, header.generation_s, header.reward_s, header.num_bytes, rows))
+    return compact_json(
+        (
+            header.dispatch_id,
+            header.prompt_id,
+            header.pass_index,
+            header.replica,
+            header.generation_s,
+            header.reward_s,
+            header.num_bytes,
+            rows,
+        )
+    )
 
 
 def header_of_text(text: str) -> GroupHeader:

@@ -29,7 +29,8 @@ CREATE TABLE groups(
     header TEXT NOT NULL,
     segment INTEGER NOT NULL, offset INTEGER NOT NULL, num_bytes INTEGER NOT NULL, checksum INTEGER NOT NULL
 );
-CREATE TABLE readmissions(sequence INTEGER PRIMARY KEY REFERENCES dispatches, prompt_id TEXT NOT NULL, pass_index INTEGER NOT NULL, attempt INTEGER NOT NULL);
+CREATE TABLE readmissions(sequence INTEGER PRIMARY KEY REFERENCES dispatches, prompt_id TEXT NOT NULL,
+    pass_index INTEGER NOT NULL, attempt INTEGER NOT NULL);
 CREATE INDEX readmissions_by_prompt ON readmissions(prompt_id, pass_index);
 CREATE TABLE commits(
     epoch INTEGER NOT NULL, version INTEGER NOT NULL, dispatch_ids TEXT NOT NULL, digest TEXT NOT NULL,
@@ -41,7 +42,8 @@ CREATE TABLE ledger(
     epoch INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, lineage INTEGER NOT NULL DEFAULT 1,
     PRIMARY KEY(epoch, version)
 ) WITHOUT ROWID;
-CREATE TABLE annotations(number INTEGER PRIMARY KEY, sequence INTEGER NOT NULL REFERENCES dispatches, kind TEXT NOT NULL, payload BLOB NOT NULL);
+CREATE TABLE annotations(number INTEGER PRIMARY KEY, sequence INTEGER NOT NULL REFERENCES dispatches,
+    kind TEXT NOT NULL, payload BLOB NOT NULL);
 CREATE INDEX annotations_by_group ON annotations(sequence);
 CREATE TABLE events(number INTEGER PRIMARY KEY, dispatch_id TEXT, line TEXT NOT NULL);
 CREATE INDEX events_by_dispatch ON events(dispatch_id) WHERE dispatch_id IS NOT NULL;
@@ -55,7 +57,9 @@ _CURES = {
     "SQLITE_BUSY": "another process is writing to this run: end it first",
     "SQLITE_NOTADB": "the file is not a store: restore it, or start a new run",
     "SQLITE_CORRUPT": "the file is damaged: restore it from a copy, or start a new run",
-    "SQLITE_IOERR": "the disk refused: see to its space and health, then resume the run; nothing that was acknowledged is lost",
+    "SQLITE_IOERR": (
+        "the disk refused: see to its space and health, then resume the run; nothing that was acknowledged is lost"
+    ),
 }
 
 
@@ -66,11 +70,14 @@ def store_errors(context: str) -> Generator[None]:
         yield
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "")
-        cure = next((cure for prefix, cure in _CURES.items() if name.startswith(prefix)), "see to the disk, then resume the run")
+        cure = next(
+            (cure for prefix, cure in _CURES.items() if name.startswith(prefix)), "see to the disk, then resume the run"
+        )
         raise StoreError(f"{context}: {error} ({name or type(error).__name__}); {cure}") from error
     except OSError as error:
         raise StoreError(
-            f"{context}: {error}; see to the disk's space and the permissions of the run directory; nothing that was acknowledged is lost"
+            f"{context}: {error}; see to the disk's space and the permissions of the run directory; nothing that was "
+            "acknowledged is lost"
         ) from error
 
 
@@ -105,7 +112,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise StoreError(f"no store at {path}; give the directory of a run")
     with store_errors(f"opening {path} for reading"):
         log = path.with_name(f"{path.name}-wal")
-        # In a directory that cannot be written, a closed database has no log and none can be made: nobody writes, so it is read as it is.
+        # In a directory that cannot be written, a closed database has no log and none can be made: nobody writes, so it
+        # is read as it is.
         settled = not os.access(path.parent, os.W_OK) and not log.exists()
         address = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if settled else ''}"
         connection = sqlite3.connect(address, uri=True, isolation_level=None, timeout=5.0)
@@ -116,4 +124,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     found = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0]
     if found != SCHEMA_VERSION:
-        raise StoreVersionError(f"{path} has schema {found}; this version of Concord reads {SCHEMA_VERSION}: open the run with the version that wrote it")
+        raise StoreVersionError(
+            f"{path} has schema {found}; this version of Concord reads {SCHEMA_VERSION}: open the run with the version "
+            "that wrote it"
+        )

@@ -1,8 +1,10 @@
-"""Encoded groups on disk: append-only files `tokens/segment-N.bin`. It knows bytes and places; which place belongs to what is in the tables.
+"""Encoded groups on disk: append-only files `tokens/segment-N.bin`. It knows bytes and places; which place belongs to
+what is in the tables.
 
-A payload is written (and, for `machine` durability, synced) before the transaction that names its place commits, so a named place always
-holds its bytes; what a crash leaves behind without a name is never read. Every opening starts a new segment, so two processes never share
-one. Nothing is deleted while the run directory lives: `concord explain`, audits and quarantine read trajectories long after training.
+A payload is written (and, for `machine` durability, synced) before the transaction that names its place commits, so a
+named place always holds its bytes; what a crash leaves behind without a name is never read. Every opening starts a new
+segment, so two processes never share one. Nothing is deleted while the run directory lives: `concord explain`, audits
+and quarantine read trajectories long after training.
 """
 
 import os
@@ -99,7 +101,11 @@ class SegmentWriter:
         self.close()
         self._directory.mkdir(exist_ok=True)
         self._segment += 1
-        self._file = os.open(segment_path(self._directory, self._segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(
+            segment_path(self._directory, self._segment),
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC,
+            0o644,
+        )
         if self._sync:
             _sync_directory(self._directory)
             _sync_directory(self._directory.parent)
@@ -122,11 +128,17 @@ class SegmentReader:
             found = os.pread(self._open(place.segment), place.num_bytes, place.offset)
         if len(found) != place.num_bytes:
             path, missing = segment_path(self._directory, place.segment), place.num_bytes - len(found)
-            raise StoreError(f"{path} ends {missing} bytes before the group at byte {place.offset} does: the segment was cut; restore it from a copy")
+            raise StoreError(
+                f"{path} ends {missing} bytes before the group at byte {place.offset} does: the segment was cut; "
+                "restore it from a copy"
+            )
         payload = np.frombuffer(found, dtype=np.uint8)
         if checksum_of(payload) != place.checksum:
             path = segment_path(self._directory, place.segment)
-            raise StoreError(f"{path} holds another group at byte {place.offset} than the store names: the segment was overwritten; restore it from a copy")
+            raise StoreError(
+                f"{path} holds another group at byte {place.offset} than the store names: the segment was overwritten; "
+                "restore it from a copy"
+            )
         return payload
 
     def close(self) -> None:

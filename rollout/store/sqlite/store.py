@@ -1,4 +1,5 @@
-"""The store of a run: `rollout.types.protocols.Store` over one run directory. It lives alone in its process; the work is synchronous and short."""
+"""The store of a run: `rollout.types.protocols.Store` over one run directory. It lives alone in its process; the work
+is synchronous and short."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +39,8 @@ class SqliteStore:
         self._reader = SegmentReader(run_dir / DIRECTORY)
 
     async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first checkpoint.
+        """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first
+        checkpoint.
 
         A prompt that was lost or rejected here comes again under its old attempt number: that did not count.
 
@@ -85,14 +87,16 @@ class SqliteStore:
         """Write the commit record of a step. The same record twice is accepted once.
 
         Raises:
-            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not leased.
+            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not
+                leased.
         """
         with self._database.transaction("acknowledge", commit.policy.trainer_epoch) as work:
             transitions.acknowledge(work, commit)
         return self._database.counts()
 
     async def settle(self, checkpoint: PolicyVersion) -> Counts:
-        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from is accepted again.
+        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
+        is accepted again.
 
         Raises:
             FencedError: the checkpoint is of an older epoch and not in the lineage.
@@ -124,7 +128,9 @@ class SqliteStore:
         """
         reserved = sorted(RESERVED_FIELDS & fields.keys())
         if reserved:
-            raise StoreError(f"record event {kind}: fields {', '.join(reserved)} are written by the store; name them otherwise")
+            raise StoreError(
+                f"record event {kind}: fields {', '.join(reserved)} are written by the store; name them otherwise"
+            )
         with self._database.transaction("record event") as work:
             work.event(kind, **fields)
 

@@ -1,4 +1,5 @@
-"""How many dispatches are where, kept as each one moves; the tables remain the authority and can be counted anew at any time."""
+"""How many dispatches are where, kept as each one moves; the tables remain the authority and can be counted anew at any
+time."""
 
 import sqlite3
 from collections import Counter
@@ -38,7 +39,11 @@ class Tally:
         def by_reason(state: DispatchState) -> tuple[tuple[str, int], ...]:
             return tuple(sorted((slot.reason or "", n) for slot, n in at.items() if slot.state is state))
 
-        held = sorted((slot.step_version, n) for slot, n in at.items() if slot.state is DispatchState.LEASED and slot.step_version is not None)
+        held = sorted(
+            (slot.step_version, n)
+            for slot, n in at.items()
+            if slot.state is DispatchState.LEASED and slot.step_version is not None
+        )
         return Counts(
             total=at.total(),
             dispatched=at[Slot(DispatchState.DISPATCHED)],
@@ -54,5 +59,8 @@ class Tally:
 
 def count_slots(connection: sqlite3.Connection) -> dict[Slot, int]:
     """The tables' own count."""
-    sql = "SELECT state, CASE state WHEN 'leased' THEN step_version END AS step, reason, count(*) FROM dispatches GROUP BY state, step, reason"
+    sql = (
+        "SELECT state, CASE state WHEN 'leased' THEN step_version END AS step, reason, count(*) FROM dispatches GROUP "
+        "BY state, step, reason"
+    )
     return {Slot(DispatchState(state), step, reason): count for state, step, reason, count in connection.execute(sql)}

@@ -1,6 +1,9 @@
-"""Each change of state, as what it does within one transaction. It knows the tables; `database` makes it durable, `sqlite` offers it to callers.
+"""Each change of state, as what it does within one transaction. It knows the tables; `database` makes it durable,
+`sqlite` offers it to callers.
 
-dispatched -> ready -> (audited ->) leased -> leased with a step -> trained, and to rejected or failed from anywhere before the step.
+    dispatched -> ready -> (audited ->) leased -> leased with a step -> trained
+
+and to rejected or failed from anywhere before the step.
 """
 
 import json
@@ -23,21 +26,34 @@ VERDICT = "verdict"
 
 def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> None:
     """Record new attempts, take their prompts out of the re-admission queue, and move the cursor."""
-    duplicates = sorted(work.rows([d.dispatch_id for d in dispatches])) + [i for i, n in Counter(d.dispatch_id for d in dispatches).items() if n > 1]
+    duplicates = sorted(work.rows([d.dispatch_id for d in dispatches])) + [
+        i for i, n in Counter(d.dispatch_id for d in dispatches).items() if n > 1
+    ]
     if duplicates:
-        raise StoreError(f"dispatch: {', '.join(duplicates)} already recorded; every attempt needs an id of its own (`Recovery.next_dispatch` numbers on)")
+        raise StoreError(
+            f"dispatch: {', '.join(duplicates)} already recorded; every attempt needs an id of its own "
+            "(`Recovery.next_dispatch` numbers on)"
+        )
     _move_cursor(work, cursor)
     first = work.connection.execute("SELECT count(*) FROM dispatches").fetchone()[0]
     work.connection.executemany(
-        f"INSERT INTO dispatches(sequence, prompt_id, pass_index, state, {DISPATCH_COLUMNS}) VALUES (?, ?, ?, 'dispatched', ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO dispatches(sequence, prompt_id, pass_index, state, {DISPATCH_COLUMNS}) VALUES (?, ?, ?, "
+        "'dispatched', ?, ?, ?, ?, ?, ?, ?, ?)",
         [(first + i, d.prompt.prompt_id, d.prompt.pass_index, *dispatch_columns(d)) for i, d in enumerate(dispatches)],
     )
     work.connection.executemany(
-        "DELETE FROM readmissions WHERE sequence = (SELECT min(sequence) FROM readmissions WHERE prompt_id = ? AND pass_index = ?)",
+        "DELETE FROM readmissions WHERE sequence = (SELECT min(sequence) FROM readmissions WHERE prompt_id = ? AND "
+        "pass_index = ?)",
         [(d.prompt.prompt_id, d.prompt.pass_index) for d in dispatches],
     )
     for d in dispatches:
-        named = {"prompt_id": d.prompt.prompt_id, "pass_index": d.prompt.pass_index, "attempt": d.attempt, "policy": d.policy.key, "replica": d.replica}
+        named = {
+            "prompt_id": d.prompt.prompt_id,
+            "pass_index": d.prompt.pass_index,
+            "attempt": d.attempt,
+            "policy": d.policy.key,
+            "replica": d.replica,
+        }
         work.event_of([d.dispatch_id], EventKind.DISPATCHED, **named)
         work.moves.append((None, Slot(DispatchState.DISPATCHED)))
 
@@ -45,8 +61,13 @@ def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor:
 def _move_cursor(work: Transaction, cursor: PromptCursor) -> None:
     stored = read_cursor(work)
     if (cursor.pass_index, cursor.index) < (stored.pass_index, stored.index):
-        raise StoreError(f"dispatch: the prompt cursor would go back from {stored} to {cursor}, and prompts would come twice; continue from `Recovery.cursor`")
-    work.connection.executemany("UPDATE meta SET value = ? WHERE key = ?", [(cursor.pass_index, "cursor_pass"), (cursor.index, "cursor_index")])
+        raise StoreError(
+            f"dispatch: the prompt cursor would go back from {stored} to {cursor}, and prompts would come twice; "
+            "continue from `Recovery.cursor`"
+        )
+    work.connection.executemany(
+        "UPDATE meta SET value = ? WHERE key = ?", [(cursor.pass_index, "cursor_pass"), (cursor.index, "cursor_index")]
+    )
 
 
 def read_cursor(work: Transaction) -> PromptCursor:
@@ -62,7 +83,9 @@ def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
     for annotation in annotations:
         row = require(rows.get(annotation.dispatch_id), annotation.dispatch_id, "annotate")
         if not work.connection.execute("SELECT 1 FROM groups WHERE sequence = ?", (row.sequence,)).fetchone():
-            raise StoreError(f"annotate: dispatch {row.dispatch_id} is {row.state} and has no group yet; annotate groups after `put`")
+            raise StoreError(
+                f"annotate: dispatch {row.dispatch_id} is {row.state} and has no group yet; annotate groups after `put`"
+            )
         sql = "INSERT INTO annotations(sequence, kind, payload) VALUES (?, ?, ?)"
         work.connection.execute(sql, (row.sequence, annotation.kind, annotation.payload))
         work.event_of([row.dispatch_id], EventKind.ANNOTATED, annotation=annotation.kind, bytes=len(annotation.payload))
@@ -90,7 +113,10 @@ def prompts(work: Transaction, rows: Sequence[Row]) -> tuple[Prompt, ...]:
 def verdicts(work: Transaction, rows: Sequence[Row]) -> tuple[bytes, ...]:
     """The newest verdict annotation of each row, empty where there is none."""
     sequences = compact_json([row.sequence for row in rows])
-    sql = "SELECT sequence, payload FROM annotations WHERE kind = ? AND sequence IN (SELECT value FROM json_each(?)) ORDER BY number"
+    sql = (
+        "SELECT sequence, payload FROM annotations WHERE kind = ? AND sequence IN (SELECT value FROM json_each(?)) "
+        "ORDER BY number"
+    )
     newest: dict[int, bytes] = dict(work.connection.execute(sql, (VERDICT, sequences)))
     return tuple(newest.get(row.sequence, b"") for row in rows)
 
@@ -99,10 +125,17 @@ def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     """ready or audited -> leased, all or none; the rows in the order asked."""
     found = work.rows(dispatch_ids)
     rows = [require(found.get(i), i, "lease") for i in dispatch_ids]
-    wrong = [f"{row.dispatch_id} ({row.state})" for row in rows if row.state not in (DispatchState.READY, DispatchState.AUDITED)]
+    wrong = [
+        f"{row.dispatch_id} ({row.state})"
+        for row in rows
+        if row.state not in (DispatchState.READY, DispatchState.AUDITED)
+    ]
     wrong += [f"{i} (asked {n} times)" for i, n in Counter(dispatch_ids).items() if n > 1]
     if wrong:
-        raise StoreError(f"lease: {', '.join(wrong)} cannot be leased; expected ready or audited groups, each once. None of the {len(rows)} was leased")
+        raise StoreError(
+            f"lease: {', '.join(wrong)} cannot be leased; expected ready or audited groups, each once. None of the "
+            f"{len(rows)} was leased"
+        )
     work.move(rows, DispatchState.LEASED)
     work.event_of(dispatch_ids, EventKind.LEASED)
     return rows
@@ -111,23 +144,47 @@ def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
 def acknowledge(work: Transaction, commit: StepCommit) -> None:
     """Write the commit record of a step; the groups that it names are trained, and held until a checkpoint."""
     epoch, version = _pair(commit.policy)
-    record = (compact_json(commit.dispatch_ids), commit.digest, commit.trajectories_trained, commit.trajectories_masked, commit.trajectories_dropped)
+    record = (
+        compact_json(commit.dispatch_ids),
+        commit.digest,
+        commit.trajectories_trained,
+        commit.trajectories_masked,
+        commit.trajectories_dropped,
+    )
     doing = f"acknowledge step {commit.policy.key}"
     sql = "SELECT dispatch_ids, digest, trained, masked, dropped FROM commits WHERE epoch = ? AND version = ?"
     stored = work.connection.execute(sql, (epoch, version)).fetchone()
     if stored == record:
         return
     if stored is not None:
-        raise StoreError(f"{doing}: another commit record of this step is stored: {stored}, got {record}; a step is committed once")
+        raise StoreError(
+            f"{doing}: another commit record of this step is stored: {stored}, got {record}; a step is committed once"
+        )
     newest = work.connection.execute("SELECT max(version) FROM commits WHERE lineage").fetchone()[0] or 0
     if version <= newest:
         raise StoreError(f"{doing}: step {newest} is already committed; expected a newer step")
     rows = _leased_rows(work, commit.dispatch_ids, doing)
-    sql = "INSERT INTO commits(epoch, version, dispatch_ids, digest, trained, masked, dropped) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    sql = (
+        "INSERT INTO commits(epoch, version, dispatch_ids, digest, trained, masked, dropped) VALUES (?, ?, ?, ?, ?, "
+        "?, ?)"
+    )
     work.connection.execute(sql, (epoch, version, *record))
-    work.connection.executemany("UPDATE dispatches SET step_epoch = ?, step_version = ? WHERE sequence = ?", [(epoch, version, row.sequence) for row in rows])
-    totals = {"trained": commit.trajectories_trained, "masked": commit.trajectories_masked, "dropped": commit.trajectories_dropped}
-    work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, digest=commit.digest, **totals)
+    work.connection.executemany(
+        "UPDATE dispatches SET step_epoch = ?, step_version = ? WHERE sequence = ?",
+        [(epoch, version, row.sequence) for row in rows],
+    )
+    totals = {
+        "trained": commit.trajectories_trained,
+        "masked": commit.trajectories_masked,
+        "dropped": commit.trajectories_dropped,
+    }
+    work.event(
+        EventKind.STEP_COMMITTED,
+        policy=commit.policy.key,
+        dispatch_ids=commit.dispatch_ids,
+        digest=commit.digest,
+        **totals,
+    )
     work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
     work.moves += [(row.slot, Slot(DispatchState.LEASED, version)) for row in rows]
 
@@ -135,16 +192,25 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
 def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
     found = work.rows(dispatch_ids)
     rows = [require(found.get(i), i, doing) for i in dispatch_ids]
-    wrong = [f"{row.dispatch_id} ({'trained' if row.trained else row.state})" for row in rows if row.slot != Slot(DispatchState.LEASED)]
+    wrong = [
+        f"{row.dispatch_id} ({'trained' if row.trained else row.state})"
+        for row in rows
+        if row.slot != Slot(DispatchState.LEASED)
+    ]
     wrong += [f"{i} (named {n} times)" for i, n in Counter(dispatch_ids).items() if n > 1]
     if wrong:
-        raise StoreError(f"{doing}: {', '.join(wrong)}; expected leased groups that no step has trained, each once. Nothing was committed")
+        raise StoreError(
+            f"{doing}: {', '.join(wrong)}; expected leased groups that no step has trained, each once. Nothing was "
+            "committed"
+        )
     return rows
 
 
 def settle(work: Transaction, version: int) -> None:
     """A checkpoint holds all steps up to `version`: their groups are terminal."""
-    held = work.connection.execute("SELECT epoch, version, dispatch_ids FROM commits WHERE lineage AND NOT settled AND version <= ?", (version,)).fetchall()
+    held = work.connection.execute(
+        "SELECT epoch, version, dispatch_ids FROM commits WHERE lineage AND NOT settled AND version <= ?", (version,)
+    ).fetchall()
     for epoch, step, dispatch_ids in held:
         rows = work.rows(json.loads(dispatch_ids))
         work.move(list(rows.values()), DispatchState.TRAINED)
@@ -159,7 +225,13 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
     for ending in endings:
         row = require(found.get(ending.dispatch_id), ending.dispatch_id, "reject")
         if row.trained or row.reason is not None:
-            work.event_of([row.dispatch_id], EventKind.ENDING_LEFT_OUT, state=row.state, reason=ending.reason, detail=ending.detail)
+            work.event_of(
+                [row.dispatch_id],
+                EventKind.ENDING_LEFT_OUT,
+                state=row.state,
+                reason=ending.reason,
+                detail=ending.detail,
+            )
             continue
         sql = "UPDATE dispatches SET state = ?, reason = ?, detail = ? WHERE sequence = ?"
         work.connection.execute(sql, (ending.state, ending.reason, ending.detail, row.sequence))
@@ -175,9 +247,11 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
 
 
 def readmit(work: Transaction, row: Row, attempt: int) -> Readmission:
-    """Queue the prompt of an ended dispatch. The queue is in order of the dispatches that ended, whatever order they ended in."""
+    """Queue the prompt of an ended dispatch. The queue is in order of the dispatches that ended, whatever order they
+    ended in."""
     work.connection.execute(
-        "INSERT INTO readmissions(sequence, prompt_id, pass_index, attempt) VALUES (?, ?, ?, ?)", (row.sequence, row.prompt_id, row.pass_index, attempt)
+        "INSERT INTO readmissions(sequence, prompt_id, pass_index, attempt) VALUES (?, ?, ?, ?)",
+        (row.sequence, row.prompt_id, row.pass_index, attempt),
     )
     prompt = work.connection.execute("SELECT prompt FROM dispatches WHERE sequence = ?", (row.sequence,)).fetchone()[0]
     return Readmission(prompt=prompt_of(prompt), attempt=attempt)
@@ -186,13 +260,21 @@ def readmit(work: Transaction, row: Row, attempt: int) -> Readmission:
 def commit_version(work: Transaction, entry: LedgerEntry) -> None:
     """Add a version to the ledger; it must be newer than this epoch's newest and not behind the lineage's."""
     epoch, version = _pair(entry.policy)
-    newest = work.connection.execute("SELECT max(version) FROM ledger WHERE lineage AND epoch = ?", (epoch,)).fetchone()[0]
+    newest = work.connection.execute(
+        "SELECT max(version) FROM ledger WHERE lineage AND epoch = ?", (epoch,)
+    ).fetchone()[0]
     if newest is not None and version <= newest:
-        raise StoreError(f"commit version {entry.policy.key}: the ledger's newest of this epoch is {newest}; versions only go up")
+        raise StoreError(
+            f"commit version {entry.policy.key}: the ledger's newest of this epoch is {newest}; versions only go up"
+        )
     lineage = work.connection.execute("SELECT max(version) FROM ledger WHERE lineage").fetchone()[0]
     if lineage is not None and version < lineage:
-        raise StoreError(f"commit version {entry.policy.key}: the lineage is already at version {lineage}; expected that or newer")
-    work.connection.execute("INSERT INTO ledger(epoch, version, digest) VALUES (?, ?, ?)", (epoch, version, entry.digest))
+        raise StoreError(
+            f"commit version {entry.policy.key}: the lineage is already at version {lineage}; expected that or newer"
+        )
+    work.connection.execute(
+        "INSERT INTO ledger(epoch, version, digest) VALUES (?, ?, ?)", (epoch, version, entry.digest)
+    )
     work.event(EventKind.VERSION_COMMITTED, policy=entry.policy.key, digest=entry.digest)
 
 

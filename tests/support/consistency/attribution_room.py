@@ -25,7 +25,8 @@ ROUTED = ScoreOptions(replay_routing=True)
 
 
 class TableRescorer:
-    """Answers every question with the log plus the table's gap: one number, or one a sampled token; a question outside the table changes nothing."""
+    """Answers every question with the log plus the table's gap: one number, or one a sampled token; a question outside
+    the table changes nothing."""
 
     def __init__(self, table: Mapping[ScoreOptions, float | Sequence[float]]) -> None:
         self.table = dict(table)
@@ -44,13 +45,20 @@ class TableRescorer:
         return rows
 
 
-def trajectory(*spans: tuple[PolicyVersion, int], index: int = 0, routing: tuple[int, int] | None = None, **tag: Any) -> Trajectory:
+def trajectory(
+    *spans: tuple[PolicyVersion, int], index: int = 0, routing: tuple[int, int] | None = None, **tag: Any
+) -> Trajectory:
     """Sampled by version 3 unless spans are given, with a tag of a temperature-1 engine unless fields of it are."""
     built = build_trajectory(index=index, spans=spans or ((V[3], 8),), routing=routing)
     return replace(built, tag=replace(build_tag(), **tag))
 
 
-def ask(rescorer: TableRescorer, *trajectories: Trajectory, facts: AttributionFacts | None = None, limits: GapLimits = LIMITS) -> Attribution:
+def ask(
+    rescorer: TableRescorer,
+    *trajectories: Trajectory,
+    facts: AttributionFacts | None = None,
+    limits: GapLimits = LIMITS,
+) -> Attribution:
     found = attribute(trajectories or (trajectory(),), facts or AttributionFacts(), rescorer, limits)
     assert found is not None
     assert sum(nats for _, nats in found.parts) + found.residual == pytest.approx(found.gap, rel=1e-12)

@@ -14,7 +14,8 @@ from trainer.model.model_dir import ModelFacts
 
 
 class ScriptedScorer:
-    """Scores every sampled token as logged, plus `shift(trajectory, options)` nats; NaN is a version that is not held."""
+    """Scores every sampled token as logged, plus `shift(trajectory, options)` nats; NaN is a version that is not
+    held."""
 
     def __init__(self, shift: Callable[[Trajectory, ScoreOptions], float] = lambda trajectory, options: 0.0) -> None:
         self._shift = shift
@@ -32,7 +33,10 @@ class ScriptedScorer:
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
         self.asked.append(options)
         return [
-            np.where(t.sampled, t.rollout_logprobs + np.float32(self._shift(t, options)), np.float32(0)).astype(np.float32) for t in trajectories
+            np.where(t.sampled, t.rollout_logprobs + np.float32(self._shift(t, options)), np.float32(0)).astype(
+                np.float32
+            )
+            for t in trajectories
         ]
 
 
@@ -47,7 +51,14 @@ def scripted_auditor(
 ) -> Auditor:
     """An auditor over a scripted scorer."""
     facts = ModelFacts(
-        architecture="Scripted", vocab_size=vocab_size, tokenizer_size=vocab_size, max_context=None, is_moe=moe, tied=False, num_parameters=1, weight_bytes=4
+        architecture="Scripted",
+        vocab_size=vocab_size,
+        tokenizer_size=vocab_size,
+        max_context=None,
+        is_moe=moe,
+        tied=False,
+        num_parameters=1,
+        weight_bytes=4,
     )
     run = AuditedRun(model=facts, prompts=prompts, returns_routing=routing_expected, trainer_dtype=trainer_dtype)
     return Auditor(scorer or ScriptedScorer(), config, run)

@@ -1,4 +1,5 @@
-"""A small random model, sequences with its own log-probs by the library's plain forward pass, and dumps of them in every layout."""
+"""A small random model, sequences with its own log-probs by the library's plain forward pass, and dumps of them in
+every layout."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +49,12 @@ def sample(model_dir: Path, temperature: float = 1.0, count: int = 6) -> Sequenc
 def token_rows(sequences: Sequences, **more: Any) -> list[Row]:
     """Layout `tokens`."""
     return [
-        {"token_ids": ids.tolist(), "mask": [0] * PROMPT + [1] * logprobs.size, "logprobs": [0.0] * PROMPT + logprobs.tolist(), **more}
+        {
+            "token_ids": ids.tolist(),
+            "mask": [0] * PROMPT + [1] * logprobs.size,
+            "logprobs": [0.0] * PROMPT + logprobs.tolist(),
+            **more,
+        }
         for ids, logprobs in zip(sequences.ids, sequences.logprobs, strict=True)
     ]
 
@@ -56,7 +62,12 @@ def token_rows(sequences: Sequences, **more: Any) -> list[Row]:
 def completion_rows(sequences: Sequences, **more: Any) -> list[Row]:
     """Layout `completion`."""
     return [
-        {"prompt_ids": ids[:PROMPT].tolist(), "completion_ids": ids[PROMPT:].tolist(), "completion_logprobs": logprobs.tolist(), **more}
+        {
+            "prompt_ids": ids[:PROMPT].tolist(),
+            "completion_ids": ids[PROMPT:].tolist(),
+            "completion_logprobs": logprobs.tolist(),
+            **more,
+        }
         for ids, logprobs in zip(sequences.ids, sequences.logprobs, strict=True)
     ]
 

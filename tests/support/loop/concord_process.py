@@ -1,6 +1,8 @@
-"""The command `concord` as users run it: a process of its own on real Ray, its JSON lines, its actors, and ways to kill them.
+"""The command `concord` as users run it: a process of its own on real Ray, its JSON lines, its actors, and ways to kill
+them.
 
-Every wait has a deadline. Whatever a process started is found again through its family, also when that has lost its head.
+Every wait has a deadline. Whatever a process started is found again through its family, also when that has lost its
+head.
 """
 
 import json
@@ -60,7 +62,8 @@ health_interval_s = 0.5
 
 
 def write_config(folder: Path) -> Path:
-    """A quick run with uneven latencies, twelve steps, and a checkpoint after every fourth; it lives in `folder/runs/run`."""
+    """A quick run with uneven latencies, twelve steps, and a checkpoint after every fourth; it lives in
+    `folder/runs/run`."""
     path = folder / "small.toml"
     path.write_text(CONFIG.format(runs=folder / "runs", model=MODEL))
     return path

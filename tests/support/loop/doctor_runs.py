@@ -41,7 +41,8 @@ class MadeUpRun:
 
 
 def healthy(seed: int, steps: int = 120) -> MadeUpRun:
-    """The quickstart: reward .45 -> .95, entropy falls, solved groups rise, KL small; evaluated every ten steps on 64 prompts."""
+    """The quickstart: reward .45 -> .95, entropy falls, solved groups rise, KL small; evaluated every ten steps on 64
+    prompts."""
     random = np.random.default_rng(seed)
     rows: list[dict[str, float]] = []
     events: list[RunEvent] = []
@@ -76,7 +77,13 @@ def healthy(seed: int, steps: int = 120) -> MadeUpRun:
         if step % 10 == 0:
             score = float(random.binomial(64, min(1.0, 0.55 + 0.42 * progress))) / 64
             error = float(np.sqrt(score * (1 - score) / 64))
-            fields = {"score": score, "stderr": error, "version": step, "fingerprint": ETERNAL, "part_chat_template": "a"}
+            fields = {
+                "score": score,
+                "stderr": error,
+                "version": step,
+                "fingerprint": ETERNAL,
+                "part_chat_template": "a",
+            }
             events.append(RunEvent(kind="evaluation", step=step, fields=fields))
     return MadeUpRun(rows, events, [{} for _ in rows])
 

@@ -8,7 +8,11 @@ from orchestrator.metrics.distributions import Distributions, LabelValues
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import Metric, MetricType
 
-TWO_REPLICAS: dict[str, object] = {"engine": {"type": "scripted", "replicas": 2}, "trainer": {"type": "scripted"}, "consistency": {"mode": "off"}}
+TWO_REPLICAS: dict[str, object] = {
+    "engine": {"type": "scripted", "replicas": 2},
+    "trainer": {"type": "scripted"},
+    "consistency": {"mode": "off"},
+}
 SIZES = sizes_of(parse_config(TWO_REPLICAS, "test"), blocks=2, heads=2)
 
 
@@ -23,5 +27,7 @@ def snapshot_of_everything(step: int, counted: Distributions) -> Snapshot:
         if metric.type is MetricType.HISTOGRAM:
             for labels in series_of(metric):
                 counted.observe(metric.name, metric.buckets[step], *labels)
-    numbers = {m.name: dict.fromkeys(series_of(m), float(step)) for m in CATALOGUE if m.type is not MetricType.HISTOGRAM}
+    numbers = {
+        m.name: dict.fromkeys(series_of(m), float(step)) for m in CATALOGUE if m.type is not MetricType.HISTOGRAM
+    }
     return Snapshot(numbers=numbers, distributions=counted.copy())

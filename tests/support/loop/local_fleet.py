@@ -1,4 +1,5 @@
-"""A fleet in this process: the real store, episode workers, engines and reward functions behind the same ports, without Ray."""
+"""A fleet in this process: the real store, episode workers, engines and reward functions behind the same ports, without
+Ray."""
 
 import asyncio
 import os
@@ -128,7 +129,9 @@ class LocalEnginePort:
 
     async def start(self, manifest: WeightManifest) -> Started:
         tag = await self.engine.start(manifest)
-        return Started(tag=tag, canary_logprobs=await self.engine.score(manifest.canary.token_ids), tokenizer=self.tokenizer)
+        return Started(
+            tag=tag, canary_logprobs=await self.engine.score(manifest.canary.token_ids), tokenizer=self.tokenizer
+        )
 
     async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
         self._check()
@@ -208,7 +211,9 @@ class LocalTrainer:
         assert manifest is not None
         return manifest
 
-    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+    async def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int
+    ) -> WeightManifest:
         self.sent.append((manifest.policy.version, tuple(members)))
         return manifest
 
@@ -236,7 +241,9 @@ class LocalAuditor:
     async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
         if self.dead:
             raise ProcessLostError("the service was killed")
-        report, annotations = await asyncio.to_thread(self.auditor.audit, await self._store.fetch(dispatch_ids), context, kind)
+        report, annotations = await asyncio.to_thread(
+            self.auditor.audit, await self._store.fetch(dispatch_ids), context, kind
+        )
         await self._store.annotate(annotations)
         return report
 
@@ -268,9 +275,17 @@ def _dead() -> None:
 
 
 class LocalFleet:
-    """Implements `actors.ports.Fleet`, faults of the config included. `wrap_engine` puts a test's own fault round an engine."""
+    """Implements `actors.ports.Fleet`, faults of the config included. `wrap_engine` puts a test's own fault round an
+    engine."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, tokenizer_dir: Path, trainer: TrainerRank, wrap_engine: EngineWrapper | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        tokenizer_dir: Path,
+        trainer: TrainerRank,
+        wrap_engine: EngineWrapper | None = None,
+    ) -> None:
         self._config = config
         self.store = SqliteStore(run_dir, config.store.durability)
         self.trainer = LocalTrainer(trainer, self.store, run_dir)
@@ -307,12 +322,16 @@ class LocalFleet:
         config, function = self._config, plant_reward(build_reward(self._config.reward), self._config.faults, _dead)
         prompts = PlantedPrompts(self._tokenizer, config.faults)
 
-        async def score(prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
+        async def score(
+            prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+        ) -> Sequence[Reward]:
             return judge_group(function, prompt, completions, trajectories)
 
         settings = WorkerSettings(
             episode=EpisodeSettings(
-                sampling=SamplingParams(**config.sampling.model_dump()), max_context=512, seed=config.run.seed if config.run.deterministic else None
+                sampling=SamplingParams(**config.sampling.model_dump()),
+                max_context=512,
+                seed=config.run.seed if config.run.deterministic else None,
             ),
             deadline_s=config.episodes.deadline_s,
             max_attempts=config.episodes.max_attempts,
@@ -321,7 +340,9 @@ class LocalFleet:
             store=self.store,
             score=score,
             tokenizer=self._tokenizer,
-            make_envs=lambda prompt, count: build_envs(config.environment, prompt, prompts.tokenizer_for(prompt), count),
+            make_envs=lambda prompt, count: build_envs(
+                config.environment, prompt, prompts.tokenizer_for(prompt), count
+            ),
             settings=settings,
         )
         self.workers[index] = LocalWorkerPort(worker, prompts)

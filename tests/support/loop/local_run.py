@@ -15,7 +15,13 @@ from trainer.loss.loss_settings import LossSettings
 from trainer.step.build import build_trainer
 
 
-def drive_to_its_end(config: RunConfig, *, reporter: QuietReporter | None = None, exporter: Exporter | None = None, deadline_s: float = 100.0) -> RunDir:
+def drive_to_its_end(
+    config: RunConfig,
+    *,
+    reporter: QuietReporter | None = None,
+    exporter: Exporter | None = None,
+    deadline_s: float = 100.0,
+) -> RunDir:
     """Create a run of a local model and drive it, with one trainer rank, which is closed whatever happens."""
     assert isinstance(config.model, LocalModelConfig)
     model_dir, run = config.model.path, create_run_dir(config, "run")
@@ -34,7 +40,14 @@ def drive_to_its_end(config: RunConfig, *, reporter: QuietReporter | None = None
         fleet = LocalFleet(config, run.path, model_dir, trainer)
         try:
             async with asyncio.timeout(deadline_s):
-                return await drive(config, run, inputs_of(config, model_dir), fleet, reporter or QuietReporter(), sinks=Sinks(exporter=exporter))
+                return await drive(
+                    config,
+                    run,
+                    inputs_of(config, model_dir),
+                    fleet,
+                    reporter or QuietReporter(),
+                    sinks=Sinks(exporter=exporter),
+                )
         finally:
             await fleet.close()
 

@@ -32,7 +32,13 @@ def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
 class Case:
     """One run directory; `drive` may be called again to resume."""
 
-    def __init__(self, tmp_path: Path, *overrides: str, trainer: ScriptedTrainer | None = None, wrap: Callable[[Engine, int], Engine] | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *overrides: str,
+        trainer: ScriptedTrainer | None = None,
+        wrap: Callable[[Engine, int], Engine] | None = None,
+    ) -> None:
         self.config = config_of(tmp_path, *overrides)
         self.run: RunDir = create_run_dir(self.config, "run")
         self.trainer = trainer
@@ -47,7 +53,9 @@ class Case:
         return asyncio.run(self._drive())
 
     async def _drive(self) -> dict[str, Any]:
-        fleet = LocalFleet(self.config, self.run.path, MODEL, self.trainer or ScriptedTrainer(self.config.trainer), self.wrap)
+        fleet = LocalFleet(
+            self.config, self.run.path, MODEL, self.trainer or ScriptedTrainer(self.config.trainer), self.wrap
+        )
         inputs = inputs_of(self.config, MODEL)
         beside = asyncio.create_task(self.during(fleet)) if self.during else None
         try:

@@ -1,4 +1,5 @@
-"""Run directories to report on: a real scripted run in this process, and what no healthy run leaves behind, planted afterwards."""
+"""Run directories to report on: a real scripted run in this process, and what no healthy run leaves behind, planted
+afterwards."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,9 @@ from trainer.types.histograms import BucketCounts, bucket_counts
 
 def scripted_run(folder: Path, *overrides: str) -> RunDir:
     """A run of twelve steps, or what `overrides` say."""
-    case = Case(folder, "run.steps=12", "engine.latency_mean_s=0.004", "engine.latency_sigma=1.0", "engine.slots=8", *overrides)
+    case = Case(
+        folder, "run.steps=12", "engine.latency_mean_s=0.004", "engine.latency_sigma=1.0", "engine.slots=8", *overrides
+    )
     case.drive()
     return case.run
 
@@ -25,16 +28,32 @@ def scripted_run(folder: Path, *overrides: str) -> RunDir:
 def plant_event(run: RunDir, kind: str, after_step: int, **fields: object) -> None:
     """An event half-way between a step and the next."""
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
-    at = {PolicyVersion.parse(event["policy"]).version: event["at_s"] for event in events if event["kind"] == "step_committed"}
+    at = {
+        PolicyVersion.parse(event["policy"]).version: event["at_s"]
+        for event in events
+        if event["kind"] == "step_committed"
+    }
     when = (at[after_step] + at[after_step + 1]) / 2
     with run.events.open("a") as file:
-        file.write(json.dumps({"number": 1 + max(event["number"] for event in events), "at_s": when, "kind": kind, **fields}) + "\n")
+        file.write(
+            json.dumps({"number": 1 + max(event["number"] for event in events), "at_s": when, "kind": kind, **fields})
+            + "\n"
+        )
 
 
 def plant_gap(run: RunDir, after_step: int, **nats: float) -> None:
     """A finding of the consistency service: causes with their nats, which add up to the gap."""
     fields = {f"{cause}_nats": value for cause, value in nats.items()}
-    plant_event(run, "consistency_finding", after_step, replica=0, policy=f"e1-v{after_step}", cause="routing", gap_nats=sum(nats.values()), **fields)
+    plant_event(
+        run,
+        "consistency_finding",
+        after_step,
+        replica=0,
+        policy=f"e1-v{after_step}",
+        cause="routing",
+        gap_nats=sum(nats.values()),
+        **fields,
+    )
 
 
 def plant_histograms(run: RunDir, seed: int = 0) -> None:

@@ -18,7 +18,8 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
-    """`events.jsonl`, in order; after a crash a line may stand there twice, with the same number. A line that is being written is none yet."""
+    """`events.jsonl`, in order; after a crash a line may stand there twice, with the same number. A line that is being
+    written is none yet."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()]
     return list({event["number"]: event for event in events}.values())
 
@@ -47,7 +48,9 @@ def assert_record(run: Path, *, steps: int, batch_groups: int, max_staleness: in
             for dispatch_id in commit.dispatch_ids:
                 versions = versions_of(reader, dispatch_id)
                 assert {policy for policies in versions for policy in policies} <= committed
-                assert all(commit.policy.version - 1 - policies[0].version <= max_staleness for policies in versions), "invariant 2"
+                assert all(commit.policy.version - 1 - policies[0].version <= max_staleness for policies in versions), (
+                    "invariant 2"
+                )
     finally:
         reader.close()
     assert_every_dispatch_ends_once(run)
@@ -56,8 +59,8 @@ def assert_record(run: Path, *, steps: int, batch_groups: int, max_staleness: in
 def versions_of(reader: StoreReader, dispatch_id: str) -> list[list[PolicyVersion]]:
     """The policies of each trajectory, in the order of its tokens.
 
-    They only ever rise, and none is older than the one that was committed when the group was dispatched: a replica that has not
-    answered for the committed version gets no work.
+    They only ever rise, and none is older than the one that was committed when the group was dispatched: a replica that
+    has not answered for the committed version gets no work.
     """
     record, group = reader.dispatch_record(dispatch_id), reader.read_group(dispatch_id)
     assert record is not None

@@ -1,4 +1,5 @@
-"""A headless Chromium of its own, driven over the DevTools protocol: it opens a page and tells what it drew, asked for, and complained of."""
+"""A headless Chromium of its own, driven over the DevTools protocol: it opens a page and tells what it drew, asked for,
+and complained of."""
 
 import base64
 import json
@@ -17,8 +18,21 @@ from websockets.sync.client import connect
 START_S = 60.0
 ANSWER_S = 30.0
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-sync", "--disable-extensions", "--remote-debugging-port=0", "--hide-scrollbars", "--force-color-profile=srgb"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ),
+    *(
+        "--disable-sync",
+        "--disable-extensions",
+        "--remote-debugging-port=0",
+        "--hide-scrollbars",
+        "--force-color-profile=srgb",
+    ),
 )
 
 
@@ -27,7 +41,9 @@ class Browser:
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("chromium")
-        assert program, "chromium is not installed; it is a Debian package: run `make setup` as root, or apt-get install chromium"
+        assert program, (
+            "chromium is not installed; it is a Debian package: run `make setup` as root, or apt-get install chromium"
+        )
         command = [program, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         self._lines: queue.Queue[str] = queue.Queue()
@@ -41,9 +57,15 @@ class Browser:
         self._number = 0
         self._loaded = False
         try:
-            self._socket = self._ends.enter_context(connect(self._address(), max_size=None, open_timeout=ANSWER_S, compression=None))
-            target = next(each for each in self.call("Target.getTargets", session=False)["targetInfos"] if each["type"] == "page")
-            self._session = self.call("Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}, session=False)["sessionId"]
+            self._socket = self._ends.enter_context(
+                connect(self._address(), max_size=None, open_timeout=ANSWER_S, compression=None)
+            )
+            target = next(
+                each for each in self.call("Target.getTargets", session=False)["targetInfos"] if each["type"] == "page"
+            )
+            self._session = self.call(
+                "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}, session=False
+            )["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
         except BaseException:
@@ -72,7 +94,16 @@ class Browser:
         """The result of a DevTools method; events that come before it are taken note of."""
         self._number += 1
         number = self._number
-        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters or {}, **({"sessionId": self._session} if session else {})}))
+        self._socket.send(
+            json.dumps(
+                {
+                    "id": number,
+                    "method": method,
+                    "params": parameters or {},
+                    **({"sessionId": self._session} if session else {}),
+                }
+            )
+        )
         while True:
             message = self._receive()
             if message.get("id") == number:
@@ -117,7 +148,11 @@ class Browser:
     def close(self) -> None:
         """End it with all that it started."""
         self._ends.close()
-        family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)] if self._process.poll() is None else []
+        family = (
+            [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+            if self._process.poll() is None
+            else []
+        )
         for process in family:
             if process.is_running():
                 process.kill()

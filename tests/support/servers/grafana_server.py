@@ -1,4 +1,5 @@
-"""A small server that speaks the part of Grafana's HTTP API that a push needs, with its refusals, and can be told to misbehave."""
+"""A small server that speaks the part of Grafana's HTTP API that a push needs, with its refusals, and can be told to
+misbehave."""
 
 import socket
 import threading
@@ -13,7 +14,8 @@ TOKEN = "a-token"
 
 
 class GrafanaServer:
-    """Holds folders, data sources and dashboards in memory; each stored dashboard gets an id and a version, as in Grafana."""
+    """Holds folders, data sources and dashboards in memory; each stored dashboard gets an id and a version, as in
+    Grafana."""
 
     def __init__(self) -> None:
         self.version = "11.6.0"
@@ -54,7 +56,11 @@ class GrafanaServer:
         uid = board["uid"]
         self.before_save(uid)
         there = self.dashboards.get(uid)
-        same_title = [each for key, each in self.dashboards.items() if key != uid and each["folder"] == folder and each["board"]["title"] == board["title"]]
+        same_title = [
+            each
+            for key, each in self.dashboards.items()
+            if key != uid and each["folder"] == folder and each["board"]["title"] == board["title"]
+        ]
         if not document.get("overwrite"):
             if same_title:
                 return refusal(412, "A dashboard with the same name in the folder already exists", "name-exists")
@@ -122,7 +128,11 @@ class GrafanaServer:
         @app.get("/api/dashboards/uid/{uid}")
         def board(uid: str) -> Response:
             there = self.dashboards.get(uid)
-            return refusal(404, "Dashboard not found") if there is None else JSONResponse({"dashboard": there["board"], "meta": {"folderUid": there["folder"]}})
+            return (
+                refusal(404, "Dashboard not found")
+                if there is None
+                else JSONResponse({"dashboard": there["board"], "meta": {"folderUid": there["folder"]}})
+            )
 
         @app.post("/api/dashboards/db")
         async def save(request: Request) -> Response:

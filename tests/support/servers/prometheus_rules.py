@@ -19,7 +19,9 @@ def rules(file: str) -> list[dict[str, Any]]:
 
 def rule_tests() -> list[dict[str, Any]]:
     """All tests of the rules."""
-    return [test for path in sorted((FOLDER / "tests").glob("*.yml")) for test in yaml.safe_load(path.read_text())["tests"]]
+    return [
+        test for path in sorted((FOLDER / "tests").glob("*.yml")) for test in yaml.safe_load(path.read_text())["tests"]
+    ]
 
 
 def names_in(expression: str) -> set[str]:

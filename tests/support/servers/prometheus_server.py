@@ -1,4 +1,5 @@
-"""A real Prometheus server on a free port that scrapes what `prometheus_targets.json` files name, for as long as a test needs it."""
+"""A real Prometheus server on a free port that scrapes what `prometheus_targets.json` files name, for as long as a test
+needs it."""
 
 import contextlib
 import json
@@ -17,7 +18,8 @@ from support.paths import ROOT
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 START_S = 60.0
 SCRAPE_INTERVAL = "1s"
-"""Also the deadline of a scrape: one that a loaded machine answers too late takes all values away until the next. So a test waits for values."""
+"""Also the deadline of a scrape: one that a loaded machine answers too late takes all values away until the next. So a
+test waits for values."""
 WAIT_S = 60.0
 
 
@@ -27,13 +29,19 @@ class PrometheusServer:
     def __init__(self, folder: Path, targets: Sequence[Path]) -> None:
         """Scrape every target of these files, which need not exist yet, and evaluate the rules of the repository."""
         program = shutil.which("prometheus")
-        assert program is not None, "prometheus is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
+        assert program is not None, (
+            "prometheus is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"
+        )
         self._folder, self._program = folder, program
-        scraped = [{"job_name": "concord", "file_sd_configs": [{"files": list(map(str, targets)), "refresh_interval": "1s"}]}]
+        scraped = [
+            {"job_name": "concord", "file_sd_configs": [{"files": list(map(str, targets)), "refresh_interval": "1s"}]}
+        ]
         times = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL, "evaluation_interval": "1s"}
         folder.mkdir(parents=True, exist_ok=True)
         # JSON is YAML.
-        (folder / "prometheus.yml").write_text(json.dumps({"global": times, "rule_files": [str(RULES / "*.yml")], "scrape_configs": scraped}))
+        (folder / "prometheus.yml").write_text(
+            json.dumps({"global": times, "rule_files": [str(RULES / "*.yml")], "scrape_configs": scraped})
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -45,7 +53,11 @@ class PrometheusServer:
             with (self._folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
                     [
-                        *(self._program, f"--config.file={self._folder / 'prometheus.yml'}", f"--storage.tsdb.path={self._folder / 'data'}"),
+                        *(
+                            self._program,
+                            f"--config.file={self._folder / 'prometheus.yml'}",
+                            f"--storage.tsdb.path={self._folder / 'data'}",
+                        ),
                         *(f"--web.listen-address={address}", "--log.level=error"),
                     ],
                     stdout=log,
@@ -82,7 +94,8 @@ class PrometheusServer:
             assert not self._ends_within(0.1), f"prometheus ended: {(self._folder / 'log').read_text()}"
 
     def answered(self, queries: Sequence[str], target: str) -> set[str]:
-        """Those with data while all scrapes of one target succeed; asked again and again until none has failed meanwhile."""
+        """Those with data while all scrapes of one target succeed; asked again and again until none has failed
+        meanwhile."""
         found: set[str] = set()
 
         def asked_undisturbed() -> bool:
@@ -95,7 +108,9 @@ class PrometheusServer:
         return found
 
     def _get(self, endpoint: str, **parameters: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}", timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}", timeout=WAIT_S
+        ) as answer:
             return json.load(answer)["data"]
 
     def _becomes_ready(self) -> bool:

@@ -1,4 +1,5 @@
-"""A run of scripted engines in one process that an exporter serves: mode gate, with a service that finds every token a given distance away."""
+"""A run of scripted engines in one process that an exporter serves: mode gate, with a service that finds every token a
+given distance away."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +24,8 @@ WIDE = {"mean_abs_warn": 1.0, "mean_abs_fail": 2.0, "k3_warn": 1.0, "k3_fail": 2
 
 
 def config_of(folder: Path, steps: int) -> RunConfig:
-    """Two scripted replicas. The config refuses to audit engines that belong to no model, so the service's part is put in afterwards."""
+    """Two scripted replicas. The config refuses to audit engines that belong to no model, so the service's part is put
+    in afterwards."""
     document: dict[str, object] = {
         "run": {"dir": str(folder), "name": "run", "steps": steps, "batch_groups": BATCH, "group_size": GROUP},
         "engine": {"type": "scripted", "replicas": 2},
@@ -31,7 +33,9 @@ def config_of(folder: Path, steps: int) -> RunConfig:
         "consistency": {"mode": "off"},
         "deadlines": {"health_interval_s": 0.02},
     }
-    return parse_config(document, "test").model_copy(update={"consistency": ConsistencyConfig.model_validate({"mode": "gate", "limits": WIDE})})
+    return parse_config(document, "test").model_copy(
+        update={"consistency": ConsistencyConfig.model_validate({"mode": "gate", "limits": WIDE})}
+    )
 
 
 def drive_served(
@@ -52,7 +56,9 @@ def drive_served(
         fleet.make_auditor = lambda: scripted_auditor(config.consistency, ScriptedScorer(lambda t, options: shift_nats))
         try:
             async with asyncio.timeout(100.0):
-                return await drive(config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), sinks=sinks)
+                return await drive(
+                    config, run, inputs_of(config, MODEL), fleet, reporter or QuietReporter(), sinks=sinks
+                )
         finally:
             await fleet.close()
 

@@ -1,4 +1,5 @@
-"""The rows that a run of Weights & Biases has written, read from its file: a log of records in blocks, as LevelDB keeps one, with a header of its own."""
+"""The rows that a run of Weights & Biases has written, read from its file: a log of records in blocks, as LevelDB keeps
+one, with a header of its own."""
 
 import json
 import struct

@@ -1,4 +1,5 @@
-"""Live trainer steps with a planted spike, and the step that never had the culprit's term; for tests of the gradient search in the trainer."""
+"""Live trainer steps with a planted spike, and the step that never had the culprit's term; for tests of the gradient
+search in the trainer."""
 
 import json
 import math
@@ -42,7 +43,14 @@ def healthy_groups(seed: int, lengths: Sequence[int] = (5, 11, 8), group_size: i
     for number, length in enumerate(lengths):
         spans = ((PolicyVersion(1, 0), length // 2), (PolicyVersion(1, 1), length - length // 2))
         rewards = [float(reward) for reward in rng.permutation(group_size) / group_size]
-        group = build_group(build_dispatch(number), rewards, prompt_tokens=2 + number, spans=spans, seed=seed + number, vocab_size=VOCABULARY)
+        group = build_group(
+            build_dispatch(number),
+            rewards,
+            prompt_tokens=2 + number,
+            spans=spans,
+            seed=seed + number,
+            vocab_size=VOCABULARY,
+        )
         for trajectory in group.trajectories:
             trajectory.rollout_logprobs[trajectory.sampled] = USUAL_LOGPROB
         groups.append(group)
@@ -50,7 +58,8 @@ def healthy_groups(seed: int, lengths: Sequence[int] = (5, 11, 8), group_size: i
 
 
 def negative_places(groups: Sequence[TrajectoryGroup]) -> list[Place]:
-    """Sampled tokens of the worst trajectory of each group: their advantage is negative, so a large ratio is not clipped."""
+    """Sampled tokens of the worst trajectory of each group: their advantage is negative, so a large ratio is not
+    clipped."""
     worst = [group.trajectories[int(np.argmin([reward.total for reward in group.rewards]))] for group in groups]
     return [Place(trajectory_id=t.trajectory_id, position=int(at)) for t in worst for at in np.flatnonzero(t.sampled)]
 
@@ -71,20 +80,26 @@ def spiked(seed: int, *places: Place, nats: float = SPIKE) -> StoredGroups:
 
 
 def scored(groups: Sequence[TrajectoryGroup], place: Place, *, suspect: bool, nats: float = 0.0) -> StoredGroups:
-    """With evidence whose recomputed log-probs are 0.1 above the engine's; `nats` shifts that of one token, which may be a suspect."""
+    """With evidence whose recomputed log-probs are 0.1 above the engine's; `nats` shifts that of one token, which may
+    be a suspect."""
     verdicts: list[bytes] = []
     for group in groups:
         evidence = build_evidence(group, shift=0.1)
         for each in evidence.trajectories:
             if each.trajectory_id == place.trajectory_id:
                 each.behaviour_logprobs[place.position] += np.float32(nats)
-        named = [replace(e, suspects=(place.position,) if suspect and e.trajectory_id == place.trajectory_id else ()) for e in evidence.trajectories]
+        named = [
+            replace(e, suspects=(place.position,) if suspect and e.trajectory_id == place.trajectory_id else ())
+            for e in evidence.trajectories
+        ]
         verdicts.append(encode_evidence(replace(evidence, trajectories=tuple(named))))
     return build_stored(groups, verdicts)
 
 
 @contextmanager
-def live_trainer(folder: Path, name: str, gradloc: Mapping[str, object], model: str = "dense", **config: object) -> Generator[PolicyTrainer]:
+def live_trainer(
+    folder: Path, name: str, gradloc: Mapping[str, object], model: str = "dense", **config: object
+) -> Generator[PolicyTrainer]:
     """A trainer of the model `folder`/`model` with several micro-batches a step."""
     settings = {"micro_batch_tokens": scenarios.SMALL, "gradloc": dict(gradloc), **config}
     trainer = scenarios.build(folder, name, model=model, config=settings)
@@ -94,12 +109,18 @@ def live_trainer(folder: Path, name: str, gradloc: Mapping[str, object], model: 
         trainer.close()
 
 
-def take(trainer: PolicyTrainer, groups: StoredGroups, number: int = 1, source: OldLogprobSource = OldLogprobSource.ROLLOUT) -> StepReport:
+def take(
+    trainer: PolicyTrainer, groups: StoredGroups, number: int = 1, source: OldLogprobSource = OldLogprobSource.ROLLOUT
+) -> StepReport:
     return trainer.step(groups, StepRequest(policy=PolicyVersion(1, number), oldest_version=0, old_logprobs=source))
 
 
-def batch_of(trainer: PolicyTrainer, groups: StoredGroups) -> tuple[list[AuditedGroup], TrainingBatch, tuple[MicroBatch, ...]]:
-    audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+def batch_of(
+    trainer: PolicyTrainer, groups: StoredGroups
+) -> tuple[list[AuditedGroup], TrainingBatch, tuple[MicroBatch, ...]]:
+    audited = [
+        audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
+    ]
     batch = build_batch(audited, trainer._algorithm, 0, trainer._config.algorithm.aggregation)
     return audited, batch, pack(batch.samples, 1, trainer._config.micro_batch_tokens)[0]
 
@@ -116,7 +137,13 @@ def without(micro_batches: Sequence[MicroBatch], places: Sequence[Place]) -> tup
     return tuple(changed)
 
 
-def never_had(trainer: PolicyTrainer, groups: StoredGroups, places: Sequence[Place] = (), trajectories: Sequence[str] = (), number: int = 1) -> GradientReport:
+def never_had(
+    trainer: PolicyTrainer,
+    groups: StoredGroups,
+    places: Sequence[Place] = (),
+    trajectories: Sequence[str] = (),
+    number: int = 1,
+) -> GradientReport:
     """A step of a trainer without a search in which these terms, or these trajectories, had never been in the loss."""
     audited, batch, micro_batches = batch_of(trainer, groups)
     left = without_trajectories(without(micro_batches, places), set(trajectories))
@@ -137,14 +164,19 @@ def usual_tau(folder: Path, name: str, multiple: float = 3.0, seed: int = 1) -> 
 
 
 def mask_two_culprits(rank: int, world: int, folder: Path) -> None:
-    """One step that masks two culprits, with the tau in `tau.json`: what rank R of W saw is `seen-wW-R.json`, the weights `masked-wW`."""
+    """One step that masks two culprits, with the tau in `tau.json`: what rank R of W saw is `seen-wW-R.json`, the
+    weights `masked-wW`."""
     gradloc = {"threshold": {"type": "given", "tau": json.loads((folder / "tau.json").read_text())}, "action": "mask"}
-    trainer = scenarios.build(folder, "masking", rank, world, config={"micro_batch_tokens": scenarios.SMALL, "gradloc": gradloc})
+    trainer = scenarios.build(
+        folder, "masking", rank, world, config={"micro_batch_tokens": scenarios.SMALL, "gradloc": gradloc}
+    )
     places = negative_places(healthy_groups(1))
     report = take(trainer, spiked(1, places[0], places[-1]))
     trainer.publish(PolicyVersion(1, 1), folder / f"masked-w{world}")
     trainer.close()
     assert report.gradloc is not None
-    culprits = sorted((culprit.trajectory_id, culprit.position, culprit.omega, culprit.norm) for culprit in report.gradloc.culprits)
+    culprits = sorted(
+        (culprit.trajectory_id, culprit.position, culprit.omega, culprit.norm) for culprit in report.gradloc.culprits
+    )
     seen = {"culprits": culprits, "acted": report.gradloc.acted, "norm": report.grad_norm, "tokens": report.num_tokens}
     (folder / f"seen-w{world}-{rank}.json").write_text(json.dumps(seen))

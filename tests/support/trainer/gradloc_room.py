@@ -1,4 +1,5 @@
-"""Searches over small sharded models with planted spikes, for tests of the gradient search; and what a second rank runs."""
+"""Searches over small sharded models with planted spikes, for tests of the gradient search; and what a second rank
+runs."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,7 +12,18 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness.gradloc_planted import Ran, Spiking, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of
+from benchmarks.harness.gradloc_planted import (
+    Ran,
+    Spiking,
+    on_policy,
+    places,
+    plant,
+    random_step,
+    run_step,
+    small_model,
+    spiking_loss,
+    tau_of,
+)
 from trainer.config.gradloc import GivenTau, GradLocConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.gradloc import GradLoc, GradLocReport
@@ -46,8 +58,12 @@ def located(report: GradLocReport | None) -> list[tuple[int, int, int]]:
     return [(hit.micro_batch, hit.row, hit.position) for hit in report.hits]
 
 
-def watching(model: PolicyModel, ranks: Ranks, tau: float, loss: Any = None, dtype: torch.dtype = torch.float32, **config: Any) -> GradLoc:
-    return GradLoc(GradLocConfig(threshold=GivenTau(tau=tau), **config), model, loss or spiking_loss(), ranks, dtype=dtype)
+def watching(
+    model: PolicyModel, ranks: Ranks, tau: float, loss: Any = None, dtype: torch.dtype = torch.float32, **config: Any
+) -> GradLoc:
+    return GradLoc(
+        GradLocConfig(threshold=GivenTau(tau=tau), **config), model, loss or spiking_loss(), ranks, dtype=dtype
+    )
 
 
 @contextmanager
@@ -70,13 +86,21 @@ def hybrid_ranks_find_the_same(rank: int, world: int, folder: Path) -> None:
     norms, reports = zip(*(_find_one_on_each(ranks) for ranks in (flat, hybrid)), strict=True)
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
     for one, other in zip(*(report.hits for report in reports), strict=True):
-        assert (one.micro_batch, one.rank, one.row, one.position) == (other.micro_batch, other.rank, other.row, other.position)
-        np.testing.assert_allclose([norm for _, norm in one.block_norms], [norm for _, norm in other.block_norms], rtol=1e-3)
+        assert (one.micro_batch, one.rank, one.row, one.position) == (
+            other.micro_batch,
+            other.rank,
+            other.row,
+            other.position,
+        )
+        np.testing.assert_allclose(
+            [norm for _, norm in one.block_norms], [norm for _, norm in other.block_norms], rtol=1e-3
+        )
     leave_ranks()
 
 
 def _find_one_on_each(ranks: Ranks) -> tuple[float, GradLocReport]:
-    """The norm of the spiking step, and the report that names one token of each rank. In the last micro-batch the first rank has no term."""
+    """The norm of the spiking step, and the report that names one token of each rank. In the last micro-batch the first
+    rank has no term."""
     world, rank = ranks.world, ranks.rank
     model, loss = small_model(ranks), spiking_loss()
     healthy = on_policy(model, ranks, random_step(rank, denominator=world))
@@ -99,7 +123,8 @@ def _find_one_on_each(ranks: Ranks) -> tuple[float, GradLocReport]:
 
 
 def two_ranks_know_the_norms_of_parts(rank: int, world: int, folder: Path) -> None:
-    """Each rank's part of each micro-batch has the norm that it has when the other rank's terms are not in the loss; a search uses them."""
+    """Each rank's part of each micro-batch has the norm that it has when the other rank's terms are not in the loss; a
+    search uses them."""
     ranks = join_ranks(TrainerConfig(ranks=world), rank, f"file://{folder / 'rendezvous'}")
     model, loss = small_model(ranks), spiking_loss()
     record = BackwardRecord(model, ranks, term_pulls=False)
@@ -138,5 +163,10 @@ def two_ranks_share_their_pulls(rank: int, world: int, folder: Path) -> None:
     planted = plant(healthy, places(healthy)[11], 1e5) if rank == 1 else healthy
     ran = run_step(model, loss, ranks, planted, record)
     report = gradloc.observe(ran.norm, ran.data, record=record)
-    assert located(report) == [places(random_step(1))[11]] and report is not None and report.hits[0].rank == 1 and report.passes <= 2
+    assert (
+        located(report) == [places(random_step(1))[11]]
+        and report is not None
+        and report.hits[0].rank == 1
+        and report.passes <= 2
+    )
     leave_ranks()

@@ -67,7 +67,9 @@ def build_search(**changes: Any) -> GradLocEvidence:
 class Searching(ScriptedTrainer):
     """Steps of `chosen` tries were searched; `search` says what came out, given the first trajectory of the batch."""
 
-    def __init__(self, case: Case, chosen: Callable[[int], bool], search: Callable[[Any], GradLocEvidence], skipped: str = "") -> None:
+    def __init__(
+        self, case: Case, chosen: Callable[[int], bool], search: Callable[[Any], GradLocEvidence], skipped: str = ""
+    ) -> None:
         super().__init__(case.config.trainer)
         self._chosen, self._search, self._skipped, self._tries = chosen, search, skipped, 0
 
@@ -76,9 +78,13 @@ class Searching(ScriptedTrainer):
         report = super().step(groups, request)
         if not self._chosen(self._tries):
             return report
-        audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+        audited = [
+            audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
+        ]
         search = self._search(decode(groups.payloads[0]))
-        out = {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()
+        out = (
+            {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()
+        )
         now = quarantined(audited, search)
         report = replace(report, quarantined=now, quarantined_groups=groups_with_quarantines(audited, now))
         return replace(report, gradloc=search, trained_ids=report.trained_ids - out, skipped=self._skipped)

@@ -1,4 +1,5 @@
-"""What trainer ranks do in tests of clips and optimizers, importable by the processes that run them. Results are files below `folder`."""
+"""What trainer ranks do in tests of clips and optimizers, importable by the processes that run them. Results are files
+below `folder`."""
 
 import json
 from pathlib import Path
@@ -32,12 +33,23 @@ SAVED = 2
 
 def build(folder: Path, name: str, rank: int, world: int, rendezvous: str) -> PolicyTrainer:
     model, optimizer = CASES[name]
-    config = OptimizerConfig.model_validate({"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.01, **optimizer})
-    return scenarios.build(folder, rendezvous, rank, world, model, {"optimizer": config, "micro_batch_tokens": scenarios.SMALL})
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.01, **optimizer}
+    )
+    return scenarios.build(
+        folder, rendezvous, rank, world, model, {"optimizer": config, "micro_batch_tokens": scenarios.SMALL}
+    )
 
 
 def write_reports(path: Path, reports: list[StepReport]) -> None:
-    path.write_text(json.dumps([{"norms": report.block_norms, "scales": report.block_scales, "norm": report.grad_norm} for report in reports]))
+    path.write_text(
+        json.dumps(
+            [
+                {"norms": report.block_norms, "scales": report.block_scales, "norm": report.grad_norm}
+                for report in reports
+            ]
+        )
+    )
 
 
 def run_case(rank: int, world: int, folder: Path, name: str) -> None:
@@ -56,7 +68,8 @@ def run_case(rank: int, world: int, folder: Path, name: str) -> None:
 
 
 def resume_case(rank: int, world: int, folder: Path, name: str, written_by: int) -> None:
-    """The last step from a checkpoint of `written_by` ranks; reports `NAME-wWORLD-resumed.json`, weights `NAME-wWORLD-resumed`."""
+    """The last step from a checkpoint of `written_by` ranks; reports `NAME-wWORLD-resumed.json`, weights
+    `NAME-wWORLD-resumed`."""
     trainer = build(folder, name, rank, world, f"{name}-resumed")
     trainer.load_checkpoint(folder / f"{name}-w{written_by}-saved")
     report = scenarios.step(trainer, STEPS[-1])
@@ -77,7 +90,11 @@ def norms_over_meshes(rank: int, world: int, folder: Path) -> None:
         "hybrid": [distribute_tensor(whole, sharded, [Replicate(), Shard(0)])],
         "replicated": [distribute_tensor(whole, replicated, [Replicate(), Shard(0)])],
         "plain": [whole],
-        "mixed": [distribute_tensor(whole, flat, [Shard(0)]), whole, distribute_tensor(whole, replicated, [Replicate(), Shard(0)])],
+        "mixed": [
+            distribute_tensor(whole, flat, [Shard(0)]),
+            whole,
+            distribute_tensor(whole, replicated, [Replicate(), Shard(0)]),
+        ],
     }
     norms = block_norms(list(layouts.values()), torch.device("cpu"))
     (folder / f"norms-{rank}.json").write_text(json.dumps(dict(zip(layouts, norms, strict=True))))

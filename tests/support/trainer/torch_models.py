@@ -1,4 +1,5 @@
-"""Small random models on disk, their manifests, and the library's plain forward pass as the reference, for tests of the torch engine."""
+"""Small random models on disk, their manifests, and the library's plain forward pass as the reference, for tests of the
+torch engine."""
 
 from pathlib import Path
 
@@ -50,11 +51,17 @@ def identity_of(*, deterministic: bool = False) -> EngineIdentity:
 
 def core_of(directory: Path, *, deterministic: bool = False, **config: object) -> DecodeCore:
     """A core that serves `directory` as version 0."""
-    return DecodeCore(TorchEngineConfig.model_validate(config), identity_of(deterministic=deterministic), manifest_of(directory, 0))
+    return DecodeCore(
+        TorchEngineConfig.model_validate(config), identity_of(deterministic=deterministic), manifest_of(directory, 0)
+    )
 
 
 def request_of(
-    request_id: str, prompt: list[int], seeds: tuple[int, ...] = (1, 2), eos_ids: tuple[int, ...] = (1,), sampling: SamplingParams | None = None
+    request_id: str,
+    prompt: list[int],
+    seeds: tuple[int, ...] = (1, 2),
+    eos_ids: tuple[int, ...] = (1,),
+    sampling: SamplingParams | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,

@@ -18,14 +18,27 @@ from rollout.types.weights import PolicyVersion
 VOCABULARY = 24
 
 
-def write_bare_model(directory: Path, vocab_size: int = VOCABULARY, tokenizer_size: int = VOCABULARY, **config: object) -> Path:
+def write_bare_model(
+    directory: Path, vocab_size: int = VOCABULARY, tokenizer_size: int = VOCABULARY, **config: object
+) -> Path:
     """A directory with a config, a tokenizer and one weight file: enough for everything that reads no model code."""
     directory.mkdir(parents=True, exist_ok=True)
-    settings = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size, "max_position_embeddings": 64, **config}
+    settings = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+        **config,
+    }
     (directory / "config.json").write_text(json.dumps(settings))
     vocabulary = {chr(97 + i): i for i in range(tokenizer_size)}
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}, "added_tokens": []}))
-    save_file({"model.embed_tokens.weight": np.arange(vocab_size * 2, dtype=np.float32).reshape(vocab_size, 2)}, directory / "model.safetensors")
+    (directory / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}, "added_tokens": []})
+    )
+    save_file(
+        {"model.embed_tokens.weight": np.arange(vocab_size * 2, dtype=np.float32).reshape(vocab_size, 2)},
+        directory / "model.safetensors",
+    )
     return directory
 
 
@@ -59,14 +72,23 @@ def write_model(directory: Path, seed: int = 0, moe: bool = False, **changes: ob
     return directory
 
 
-def stored(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int = 3, old_logprob: float | None = None) -> StoredGroups:
+def stored(
+    seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int = 3, old_logprob: float | None = None
+) -> StoredGroups:
     """One encoded group a length, all with an odd number of samples; `old_logprob` replaces every rollout log-prob."""
     rng = np.random.default_rng(seed)
     groups: list[TrajectoryGroup] = []
     for number, length in enumerate(lengths):
         policies = ((PolicyVersion(1, 0), length // 2), (PolicyVersion(1, 1), length - length // 2))
         rewards = [float(r) for r in rng.permutation(np.arange(group_size)) / group_size]
-        group = build_group(build_dispatch(number), rewards, prompt_tokens=2 + number, spans=policies, seed=seed + number, vocab_size=VOCABULARY)
+        group = build_group(
+            build_dispatch(number),
+            rewards,
+            prompt_tokens=2 + number,
+            spans=policies,
+            seed=seed + number,
+            vocab_size=VOCABULARY,
+        )
         if old_logprob is not None:
             for trajectory in group.trajectories:
                 trajectory.rollout_logprobs[trajectory.sampled] = old_logprob
@@ -75,7 +97,8 @@ def stored(seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int =
 
 
 def _work_and_leave(work: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
-    """Leaves without the interpreter's own end: threads of torch that are still there then now and then abort a process whose work is done."""
+    """Leaves without the interpreter's own end: threads of torch that are still there then now and then abort a process
+    whose work is done."""
     work(rank, world, folder)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,7 +111,9 @@ def run_ranks(world: int, work: Callable[[int, int, Path], None], folder: Path, 
     `work` must be importable by its module's name, so it lives beside the tests, not in one.
     """
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work_and_leave, args=(work, rank, world, folder), daemon=True) for rank in range(world)]
+    processes = [
+        context.Process(target=_work_and_leave, args=(work, rank, world, folder), daemon=True) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -20,7 +20,9 @@ from trainer.loss.loss_settings import LossSettings
 from trainer.step.policy_trainer import PolicyTrainer
 from trainer.types.step import StepReport, StepRequest
 
-SPIKES_THEN_NAN = LossSettings(faults=FaultsConfig(plant=(TwoSpikesFault(start_version=2, factor=1e5), NanTokenFault(start_version=3)), seed=2))
+SPIKES_THEN_NAN = LossSettings(
+    faults=FaultsConfig(plant=(TwoSpikesFault(start_version=2, factor=1e5), NanTokenFault(start_version=3)), seed=2)
+)
 SMALL = 42
 """Micro-batch tokens that cut the test's batch into micro-batches of unequal length, an odd number of them alone."""
 
@@ -51,7 +53,8 @@ def build(
     config: Mapping[str, object] = MappingProxyType({}),
     settings: LossSettings | None = None,
 ) -> PolicyTrainer:
-    """One rank with a learning rate that moves a small model. `name` is that of its rendezvous, used once for each world."""
+    """One rank with a learning rate that moves a small model. `name` is that of its rendezvous, used once for each
+    world."""
     optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.01)
     return PolicyTrainer(
         model_dir=folder / model,
@@ -83,15 +86,22 @@ def run_case(rank: int, world: int, folder: Path, name: str) -> None:
     trainer.publish(PolicyVersion(1, 3), folder / f"{name}-w{world}")
     trainer.close()
     if rank == 0:
-        numbers = [{key: value for key, value in asdict(report).items() if isinstance(value, int | float)} for report in reports]
+        numbers = [
+            {key: value for key, value in asdict(report).items() if isinstance(value, int | float)}
+            for report in reports
+        ]
         (folder / f"{name}-w{world}.json").write_text(json.dumps(numbers))
 
 
 def begin_alone(folder: Path) -> None:
-    """One rank: a step, checkpoint `saved-w1`, another step, weights `unbroken-2`, a third step, weights `unbroken-3`."""
+    """One rank: a step, checkpoint `saved-w1`, another step, weights `unbroken-2`, a third step, weights
+    `unbroken-3`."""
     trainer = build(folder, "begin")
     step(trainer, 1)
-    trainer.save_checkpoint(folder / "saved-w1", CheckpointState(policy=PolicyVersion(1, 1), seed=5, weights_digest="w1", store_position={"event": 3}))
+    trainer.save_checkpoint(
+        folder / "saved-w1",
+        CheckpointState(policy=PolicyVersion(1, 1), seed=5, weights_digest="w1", store_position={"event": 3}),
+    )
     for number in (2, 3):
         step(trainer, number)
         trainer.publish(PolicyVersion(1, number), folder / f"unbroken-{number}")
@@ -105,7 +115,9 @@ def continue_together(rank: int, world: int, folder: Path) -> None:
     assert (state.policy, state.weights_digest, dict(state.store_position)) == (PolicyVersion(1, 1), "w1", {"event": 3})
     step(trainer, 2)
     trainer.publish(PolicyVersion(1, 2), folder / "resumed-2")
-    trainer.save_checkpoint(folder / "saved-many", CheckpointState(policy=PolicyVersion(1, 2), seed=5, weights_digest=""))
+    trainer.save_checkpoint(
+        folder / "saved-many", CheckpointState(policy=PolicyVersion(1, 2), seed=5, weights_digest="")
+    )
     trainer.close()
 
 
@@ -132,7 +144,8 @@ ONE_OF_EACH = LossSettings(faults=FaultsConfig(plant=(GradSpikeFault(), RatioSpi
 
 
 def tell_what_was_planted(rank: int, world: int, folder: Path) -> None:
-    """A step with `ONE_OF_EACH`, under a clip that cuts off a part of the terms: (fault, trajectory, position) of each in `planted-wWORLD-RANK.json`."""
+    """A step with `ONE_OF_EACH`, under a clip that cuts off a part of the terms: (fault, trajectory, position) of each
+    in `planted-wWORLD-RANK.json`."""
     trainer = build(folder, "tell", rank, world, config={"micro_batch_tokens": SMALL}, settings=ONE_OF_EACH)
     report = step(trainer, 1)
     trainer.close()
@@ -141,9 +154,11 @@ def tell_what_was_planted(rank: int, world: int, folder: Path) -> None:
 
 
 def two_ranks_are_hit(rank: int, world: int, folder: Path) -> None:
-    """A healthy step; `two_spikes` in step 2: the same draw on both ranks, on different ranks and micro-batches, and the norm shows it on both.
+    """A healthy step; `two_spikes` in step 2: the same draw on both ranks, on different ranks and micro-batches, and
+    the norm shows it on both.
 
-    `nan_token` in step 3: no rank applies it, and rank 0 keeps it in `saved_steps/3` with its weights in `kept-weights`.
+    `nan_token` in step 3: no rank applies it, and rank 0 keeps it in `saved_steps/3` with its weights in
+    `kept-weights`.
     """
     config = {"algorithm": GrpoConfig(clip_low=0.999, clip_high=1e9), "micro_batch_tokens": 24}
     trainer = build(folder, "hit", rank, world, config=config, settings=SPIKES_THEN_NAN)
@@ -155,6 +170,8 @@ def two_ranks_are_hit(rank: int, world: int, folder: Path) -> None:
     report = step(trainer, 3)
     assert report.skipped == "non-finite loss (nan)"
     if rank == 0:
-        trainer.save_step(folder / "saved_steps", stored(seed=3), StepRequest(policy=PolicyVersion(1, 3), oldest_version=0), report)
+        trainer.save_step(
+            folder / "saved_steps", stored(seed=3), StepRequest(policy=PolicyVersion(1, 3), oldest_version=0), report
+        )
     assert step(trainer, 3).skipped == ""
     trainer.close()

@@ -1,4 +1,5 @@
-"""What trainer ranks do in tests of probes and QK-Clip, importable by the processes that run them. Results are files below `folder`."""
+"""What trainer ranks do in tests of probes and QK-Clip, importable by the processes that run them. Results are files
+below `folder`."""
 
 import json
 from pathlib import Path
@@ -22,15 +23,26 @@ def write_llama(directory: Path, key_heads: int) -> Path:
     write_model(directory)
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=key_heads,
-        max_position_embeddings=64, initializer_range=0.5, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 
 def write_report(path: Path, report: StepReport) -> None:
-    path.write_text(json.dumps({"probes": report.probes, "logits": dict(report.attention_logits), "norm": report.grad_norm}))
+    path.write_text(
+        json.dumps({"probes": report.probes, "logits": dict(report.attention_logits), "norm": report.grad_norm})
+    )
 
 
 def run_step(folder: Path, model: str, name: str, world: int, rank: int, config: dict[str, Any]) -> None:
@@ -45,7 +57,14 @@ def run_step(folder: Path, model: str, name: str, world: int, rank: int, config:
 
 def probed(rank: int, world: int, folder: Path) -> None:
     """A step of a mixture of experts with all probes; on two ranks every row is a micro-batch of its own."""
-    run_step(folder, "moe", f"probed-w{world}", world, rank, {"probes": PROBES, "micro_batch_tokens": scenarios.SMALL if world == 1 else 1})
+    run_step(
+        folder,
+        "moe",
+        f"probed-w{world}",
+        world,
+        rank,
+        {"probes": PROBES, "micro_batch_tokens": scenarios.SMALL if world == 1 else 1},
+    )
 
 
 def clipped(rank: int, world: int, folder: Path) -> None:

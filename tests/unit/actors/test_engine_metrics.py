@@ -21,6 +21,8 @@ def test_a_host_that_is_no_address_of_the_node_is_told_with_the_cure():
         serve_engine_metrics(VllmConfig(serve_metrics=True), "192.0.2.1")
 
 
-@pytest.mark.parametrize("engine", [VllmConfig(), TorchEngineConfig(), ScriptedConfig()], ids=lambda engine: engine.type)
+@pytest.mark.parametrize(
+    "engine", [VllmConfig(), TorchEngineConfig(), ScriptedConfig()], ids=lambda engine: engine.type
+)
 def test_an_engine_without_metrics_has_no_address(engine: EngineConfig):
     assert serve_engine_metrics(engine, "127.0.0.1") == ""

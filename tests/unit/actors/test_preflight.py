@@ -30,7 +30,9 @@ def run_check(pythonpath: Path, *, root_on_path: bool = True) -> str:
     """What the preflight says in a fresh interpreter with `pythonpath` ahead of Concord."""
     code = CHECK.format(appended=[str(ROOT)] * root_on_path, file=str(ROOT / "actors" / "preflight.py"))
     env = {**os.environ, "PYTHONPATH": str(pythonpath)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=pythonpath, env=env, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=pythonpath, env=env, capture_output=True, text=True, timeout=30, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,4 +64,6 @@ def test_an_intruding_module_file_is_named(tmp_path: Path):
 def test_a_folder_without_modules_that_takes_the_place_of_a_package_is_named(tmp_path: Path):
     """It wins over an editable install, whose finder comes after the path."""
     (tmp_path / "trainer").mkdir()
-    assert f"trainer: got {tmp_path / 'trainer'}; expected {ROOT / 'trainer'}" in run_check(tmp_path, root_on_path=False)
+    assert f"trainer: got {tmp_path / 'trainer'}; expected {ROOT / 'trainer'}" in run_check(
+        tmp_path, root_on_path=False
+    )

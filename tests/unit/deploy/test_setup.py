@@ -16,7 +16,9 @@ def write_wheel(folder: Path, version: str) -> None:
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -25,7 +27,9 @@ def ask(folder: Path) -> subprocess.CompletedProcess[str]:
     code = "import environment; environment.refuse_cuda_build('torch==2.13.0')"
     pip_sees = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
     env = {**os.environ, **pip_sees, "PYTHONPATH": str(SETUP), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_a_cpu_build_of_torch_is_accepted(tmp_path: Path):
@@ -53,7 +57,14 @@ def test_an_unfit_python_is_refused_by_name(tmp_path: Path):
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\ncase $1 in --version) echo Python 3.9.2;; *) exit 1;; esac\n")
     old.chmod(0o755)
-    done = subprocess.run([SETUP / "setup.sh"], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [SETUP / "setup.sh"],
+        env={**os.environ, "PYTHON": str(old)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert done.returncode == 1
     assert f"got {old} = Python 3.9.2; expected Python 3.11 or 3.12" in done.stderr
 
@@ -65,7 +76,9 @@ def test_an_installed_package_starts_no_service_unless_the_machine_has_a_policy(
     env = {**os.environ, "PYTHONPATH": str(SETUP), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def status() -> str:
-        return subprocess.run([sys.executable, "-c", code, str(policy)], env=env, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", code, str(policy)], env=env, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
 
     assert (status(), policy.exists()) == ("101", False)
     policy.write_text("#!/bin/sh\nexit 0\n")
@@ -79,8 +92,14 @@ def test_a_set_up_checkout_on_a_machine_that_lacks_a_program_is_not_up_to_date(t
     for name in ("g++", "prometheus", "promtool", "chromium"):
         (programs / name).write_text("#!/bin/sh\n")
         (programs / name).chmod(0o755)
-    code = "import environment, pathlib, sys; environment.STAMP = pathlib.Path(sys.argv[1]); environment.CHECK = [sys.executable, '-c', '']\n"
-    code += "environment.STAMP.write_text(environment.stamp()); print(environment.is_current(), *environment.missing_system_packages())"
+    code = (
+        "import environment, pathlib, sys; environment.STAMP = pathlib.Path(sys.argv[1]); environment.CHECK = "
+        "[sys.executable, '-c', '']\n"
+    )
+    code += (
+        "environment.STAMP.write_text(environment.stamp()); print(environment.is_current(), "
+        "*environment.missing_system_packages())"
+    )
     env = {**os.environ, "PATH": str(programs), "PYTHONPATH": str(SETUP), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def answer() -> str:

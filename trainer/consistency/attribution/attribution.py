@@ -1,9 +1,10 @@
 """Why engine and trainer differ: one what-if question after the other, each about what the answers before it left open.
 
-It owns the order of the causes, what counts as an explanation, and the ceiling on what asking may cost. It must never know models or weights (the `Rescorer`
-holds them), nor what follows from a cause. Pure numpy.
+It owns the order of the causes, what counts as an explanation, and the ceiling on what asking may cost. It must never
+know models or weights (the `Rescorer` holds them), nor what follows from a cause. Pure numpy.
 
-    structure -> re-tokenised turns -> semantics -> identity (weights, then version tag) -> routing -> precision -> stale KV -> tail -> unknown
+    structure -> re-tokenised turns -> semantics -> identity (weights, then version tag) -> routing -> precision
+    -> stale KV -> tail -> unknown
 
 Staleness is no cause here: every token is scored at the version that sampled it, so the gap is the engine's alone.
 """
@@ -26,18 +27,25 @@ from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
 from trainer.types.evidence import Attribution, Cause, Check, Severity
 
 CLOSED_SHARE = 0.8
-"""Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so half an explanation is a coincidence."""
+"""Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so
+half an explanation is a coincidence."""
 KEPT_SHARE = 0.1
 """Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
 ROUNDED_SHARE = 0.99
-"""Of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of two grid points may round the other way."""
+"""Of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of two grid points may round
+the other way."""
 BOUNDARY_FACTOR = 2.0
-"""Tokens behind a version boundary differ by this many times what those before it do: older keys and values are read only behind it."""
+"""Tokens behind a version boundary differ by this many times what those before it do: older keys and values are read
+only behind it."""
 VERSION_OFFSETS = (-1, 1, -2, 2)
 UNDECLARED_TOP_P = (0.95, 0.9, 0.8, 0.99)
 """Nuclei that are in use; an engine that truncates without saying so does it at one of them."""
 DEFAULT_MAX_TOKENS = 16384
-_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
 
 
 def attribute(
@@ -49,23 +57,28 @@ def attribute(
     max_tokens: int = DEFAULT_MAX_TOKENS,
     behaviour: Sequence[NDArray[np.float32]] | None = None,
 ) -> Attribution | None:
-    """Split mean |log pi_beh - log pi_rollout| over the scored sampled tokens into causes and a residual that nobody guesses at.
+    """Split mean |log pi_beh - log pi_rollout| over the scored sampled tokens into causes and a residual that nobody
+    guesses at.
 
-    Causes are tried in the order of the module's docstring; those that cannot apply are not asked for. A broken structure, wrong weights, and semantics or a
-    version tag that closes 80 % of the gap end the inquiry: they must be mended before anything finer has a meaning. The others share the gap, each working on
-    what is left under the options accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary tells, and is
-    asked first.
+    Causes are tried in the order of the module's docstring; those that cannot apply are not asked for. A broken
+    structure, wrong weights, and semantics or a version tag that closes 80 % of the gap end the inquiry: they must be
+    mended before anything finer has a meaning. The others share the gap, each working on what is left under the options
+    accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary tells,
+    and is asked first.
 
     Returns:
-        None where no token was scored, or where the gap is below `gap_floor` without a high tail: then there is nothing to explain.
+        None where no token was scored, or where the gap is below `gap_floor` without a high tail: then there is nothing
+        to explain.
 
     Args:
-        trajectories: of one replica. Only the first ones with at most `max_tokens` tokens together are looked at, whole, but always the first.
+        trajectories: of one replica. Only the first ones with at most `max_tokens` tokens together are looked at,
+            whole, but always the first.
         facts: what is known beside the log-probs.
         rescorer: answers what-if questions; it is asked at most 16 times, and once more without `behaviour`.
         limits: from where on a gap is worth a question.
         max_tokens: of one question, given tokens included.
-        behaviour: [T] nats a trajectory, log pi_beh as it has been scored already, NaN where it was not; None scores it here.
+        behaviour: [T] nats a trajectory, log pi_beh as it has been scored already, NaN where it was not; None scores it
+            here.
 
     Raises:
         ValueError: no trajectories, or trajectories of several replicas.
@@ -73,7 +86,10 @@ def attribute(
     Source: CONSISTENCY.md, section 5.
     """
     if not trajectories or len({(t.tag.engine, t.tag.replica) for t in trajectories}) > 1:
-        raise ValueError(f"got {len(trajectories)} trajectories of replicas {sorted({t.tag.replica for t in trajectories})}; expected some, of one replica")
+        raise ValueError(
+            f"got {len(trajectories)} trajectories of replicas {sorted({t.tag.replica for t in trajectories})}; "
+            "expected some, of one replica"
+        )
     chosen = _affordable(trajectories, max_tokens)
     scores = rescorer.score(chosen, facts.options) if behaviour is None else behaviour[: len(chosen)]
     inquiry = Inquiry(chosen, facts, rescorer, limits, scores)
@@ -101,13 +117,18 @@ def _retokenized(inquiry: Inquiry) -> bool:
     """The turns before a later one went through text: the engine continued other ids than the sample holds."""
     through_text, gaps = inquiry.facts.through_text, inquiry.now.gaps
     later = inquiry.select([is_later(t) for t in inquiry.trajectories])
-    if through_text is None or not later.any() or gaps[later].mean() <= BOUNDARY_FACTOR * (gaps[~later].mean() if not later.all() else 0.0):
+    if (
+        through_text is None
+        or not later.any()
+        or gaps[later].mean() <= BOUNDARY_FACTOR * (gaps[~later].mean() if not later.all() else 0.0)
+    ):
         return False
     return inquiry.keep(Cause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
 
 
 def _semantics(inquiry: Inquiry) -> bool:
-    """The log belongs to the distribution before truncation, or to the raw one; or the engine truncates and does not say so."""
+    """The log belongs to the distribution before truncation, or to the raw one; or the engine truncates and does not
+    say so."""
     tags, base = [t.tag for t in inquiry.trajectories], inquiry.now.options
     truncated = any(tag.top_p < 1.0 or tag.top_k > 0 for tag in tags)
     candidates: list[ScoreOptions] = []
@@ -117,7 +138,9 @@ def _semantics(inquiry: Inquiry) -> bool:
         candidates.append(replace(base, temperature=1.0, truncate=not truncated))
     if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
         return True
-    undeclared = () if truncated or not inquiry.raised() else tuple(replace(base, top_p=top_p) for top_p in UNDECLARED_TOP_P)
+    undeclared = (
+        () if truncated or not inquiry.raised() else tuple(replace(base, top_p=top_p) for top_p in UNDECLARED_TOP_P)
+    )
     return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
 
 
@@ -125,25 +148,34 @@ def _identity(inquiry: Inquiry) -> bool:
     """Other weights than the log says: the replica's fault, or the log's."""
     facts = inquiry.facts
     if facts.digest_differs or not facts.canary_gap <= facts.canary_tolerance:
-        return inquiry.explain(Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs))
+        return inquiry.explain(
+            Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
+        )
     newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
-    candidates = [replace(inquiry.now.options, version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0]
+    candidates = [
+        replace(inquiry.now.options, version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0
+    ]
     return inquiry.keep(Cause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _routing(inquiry: Inquiry) -> None:
-    if not inquiry.now.options.replay_routing and any(t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories):
+    if not inquiry.now.options.replay_routing and any(
+        t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories
+    ):
         inquiry.keep(Cause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
 
 
 def _precision(inquiry: Inquiry) -> None:
-    """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the weights."""
+    """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the
+    weights."""
     if inquiry.keep(Cause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
         return
     options, tag = inquiry.now.options, inquiry.trajectories[0].tag
     declared = _DTYPES.get(tag.weights_dtype)
     compute = options if declared is None else replace(options, dtype=declared)
-    candidates = dict.fromkeys((compute, replace(options, dtype="float32"), replace(compute, weights_dtype="float8_e4m3")))
+    candidates = dict.fromkeys(
+        (compute, replace(options, dtype="float32"), replace(compute, weights_dtype="float8_e4m3"))
+    )
     candidates.pop(options, None)
     best = inquiry.best(candidates, CLOSED_SHARE)
     if best is not None:
@@ -161,23 +193,35 @@ def _rounded(inquiry: Inquiry, answer: Answer) -> Answer | None:
 
 def _stale_kv(inquiry: Inquiry) -> None:
     """Keys and values of older weights, read behind a version boundary inside one generation."""
-    begins = [_first_gap(trajectory, gaps, inquiry.floor) for trajectory, gaps in zip(inquiry.trajectories, inquiry.spread(inquiry.now.gaps), strict=True)]
-    behind = inquiry.select([np.arange(t.token_ids.size) >= begin for t, begin in zip(inquiry.trajectories, begins, strict=True)])
+    begins = [
+        _first_gap(trajectory, gaps, inquiry.floor)
+        for trajectory, gaps in zip(inquiry.trajectories, inquiry.spread(inquiry.now.gaps), strict=True)
+    ]
+    behind = inquiry.select(
+        [np.arange(t.token_ids.size) >= begin for t, begin in zip(inquiry.trajectories, begins, strict=True)]
+    )
     if not behind.any() or behind.all():
         return
     gaps, now = inquiry.now.gaps, inquiry.now
     if gaps[behind].mean() > BOUNDARY_FACTOR * gaps[~behind].mean():
         asked = [_kept_from(trajectory, begin) for trajectory, begin in zip(inquiry.trajectories, begins, strict=True)]
         kept = inquiry.ask(replace(now.options, keep_kv=True), asked)
-        inquiry.keep(Cause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE)
+        inquiry.keep(
+            Cause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE
+        )
 
 
 def _first_gap(trajectory: Trajectory, gaps: NDArray[np.float64], floor: float) -> int:
-    """Where the first span begins that continues the generation of another version with a gap; where none has one, the first that continues another version.
+    """Where the first span begins that continues the generation of another version with a gap; where none has one, the
+    first that continues another version.
 
     T without such a span: spans that given tokens part are different generations.
     """
-    inside = [later for earlier, later in pairwise(trajectory.version_spans) if earlier.end == later.start and earlier.policy != later.policy]
+    inside = [
+        later
+        for earlier, later in pairwise(trajectory.version_spans)
+        if earlier.end == later.start and earlier.policy != later.policy
+    ]
     for span in inside:
         before, here = gaps[: span.start], gaps[span.start : span.end]
         if _mean(here) > max(floor, BOUNDARY_FACTOR * _mean(before)):
@@ -186,7 +230,8 @@ def _first_gap(trajectory: Trajectory, gaps: NDArray[np.float64], floor: float) 
 
 
 def _kept_from(trajectory: Trajectory, begin: int) -> Trajectory:
-    """The same tokens, as if all of the generation before `begin` were of the version that sampled last before it: what recomputing left in the cache there."""
+    """The same tokens, as if all of the generation before `begin` were of the version that sampled last before it: what
+    recomputing left in the cache there."""
     spans = trajectory.version_spans
     last = next((index for index, span in enumerate(spans) if span.end == begin and index + 1 < len(spans)), None)
     if last is None:
@@ -211,4 +256,6 @@ def _has_tail(inquiry: Inquiry) -> bool:
 def _tail(inquiry: Inquiry) -> None:
     """A few tokens carry the gap, and the mean over all of them is fine."""
     if inquiry.gap <= inquiry.limits.mean_abs_warn and _has_tail(inquiry):
-        inquiry.explain(Cause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean()))
+        inquiry.explain(
+            Cause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean())
+        )

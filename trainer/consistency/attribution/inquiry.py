@@ -1,4 +1,5 @@
-"""One attribution in the making: the tokens in question, the answer accepted so far, and what it leaves of the gap. Pure numpy.
+"""One attribution in the making: the tokens in question, the answer accepted so far, and what it leaves of the gap.
+Pure numpy.
 
 It knows how answers are compared and combined, never which causes there are.
 """
@@ -26,7 +27,8 @@ RAISED_SHARE = 0.95
 ROUNDED_NATS = 1e-7
 """Exact agreement in float32."""
 EXCLUDED_NATS = 30.0
-"""Counted as the |d| of a token that the recomputed distribution excludes (log-prob -inf), so that means stay finite."""
+"""Counted as the |d| of a token that the recomputed distribution excludes (log-prob -inf), so that means stay
+finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,12 @@ class Inquiry:
     """One attribution in the making: the tokens in question, what has been accepted, and what it leaves of the gap."""
 
     def __init__(
-        self, trajectories: Sequence[Trajectory], facts: AttributionFacts, rescorer: Rescorer, limits: GapLimits, behaviour: Sequence[NDArray[np.float32]]
+        self,
+        trajectories: Sequence[Trajectory],
+        facts: AttributionFacts,
+        rescorer: Rescorer,
+        limits: GapLimits,
+        behaviour: Sequence[NDArray[np.float32]],
     ) -> None:
         self.trajectories, self.facts, self.limits = trajectories, facts, limits
         self._rescorer = rescorer
@@ -102,7 +109,8 @@ class Inquiry:
         return self.answer(options, self.select(self._rescorer.score(trajectories or self.trajectories, options)))
 
     def ask_behind(self, through_text: ThroughText) -> Answer | None:
-        """Score later turns behind what text makes of the tokens before them, where that closes something; None where text gives the same ids."""
+        """Score later turns behind what text makes of the tokens before them, where that closes something; None where
+        text gives the same ids."""
         others = other_prefixes(self.trajectories, through_text)
         if not others:
             return None
@@ -112,7 +120,9 @@ class Inquiry:
         return self.begun(self.answer(self.now.options, self.select(placed_back(rows, others, scores))))
 
     def answer(self, options: ScoreOptions, values: NDArray[np.float32]) -> Answer:
-        return Answer(options=options, values=values, gaps=np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log)))
+        return Answer(
+            options=options, values=values, gaps=np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log))
+        )
 
     def closes(self, answer: Answer) -> float:
         """Nats of what is left that this answer explains; negative where it makes matters worse."""
@@ -123,11 +133,13 @@ class Inquiry:
         return self._best(map(self.ask, candidates), enough)
 
     def best_by_span(self, candidates: Iterable[ScoreOptions], enough: float) -> Answer | None:
-        """As `best`, where a candidate holds for some spans, or from a token of a span on, and the rest stays as it is: a fault begins, or touches a share."""
+        """As `best`, where a candidate holds for some spans, or from a token of a span on, and the rest stays as it is:
+        a fault begins, or touches a share."""
         return self._best((self.begun(self.ask(options)) for options in candidates), enough)
 
     def best_by_label(self, candidates: Iterable[ScoreOptions], enough: float) -> Answer | None:
-        """As `best_by_span`, where each policy's tokens have a candidate of their own: a replica that stays at one version is off by more at each new one."""
+        """As `best_by_span`, where each policy's tokens have a candidate of their own: a replica that stays at one
+        version is off by more at each new one."""
         places, answers = self.select(_numbered(self.trajectories, lambda index, span: span.policy)), [self.now]
         for options in candidates:
             answers.append(self.begun(self.ask(options)))
@@ -137,14 +149,18 @@ class Inquiry:
         return self._mixed(answers, places) if len(answers) > 1 else None
 
     def begun(self, answer: Answer) -> Answer:
-        """In each span the present answer up to the token from which on `answer` leaves less: from its first, from none, or from one in between."""
+        """In each span the present answer up to the token from which on `answer` leaves less: from its first, from
+        none, or from one in between."""
         spans = self.select(_numbered(self.trajectories, lambda index, span: (index, span.start)))
         taken = np.zeros(spans.size, dtype=np.bool_)
         for start, end in pairwise([0, *(np.flatnonzero(np.diff(spans)) + 1), spans.size]):
             gained = np.cumsum((self.now.gaps[start:end] - answer.gaps[start:end])[::-1])[::-1]
             first = int(gained.argmax())
             taken[start + first : end] = gained[first] > 0.0
-        values, gaps = (np.where(taken, theirs, mine) for theirs, mine in ((answer.values, self.now.values), (answer.gaps, self.now.gaps)))
+        values, gaps = (
+            np.where(taken, theirs, mine)
+            for theirs, mine in ((answer.values, self.now.values), (answer.gaps, self.now.gaps))
+        )
         return Answer(options=answer.options, values=values, gaps=gaps)
 
     def _best(self, answers: Iterable[Answer], enough: float) -> Answer | None:
@@ -163,12 +179,14 @@ class Inquiry:
         return Answer(options=self.now.options, values=values[chosen, tokens], gaps=gaps[chosen, tokens])
 
     def raised(self) -> bool:
-        """Whether next to all tokens are logged as likelier than they are: truncation leaves the kept tokens more of the mass."""
+        """Whether next to all tokens are logged as likelier than they are: truncation leaves the kept tokens more of
+        the mass."""
         above = self._log.astype(np.float64) - self.now.values.astype(np.float64) > -ROUNDED_NATS
         return bool(above.mean() >= RAISED_SHARE)
 
     def keep(self, cause: Cause, answer: Answer | None, share: float) -> bool:
-        """Accept an answer that closes at least this share of the whole gap; later questions are asked under its options."""
+        """Accept an answer that closes at least this share of the whole gap; later questions are asked under its
+        options."""
         if answer is None or not self.explain(cause, self.closes(answer), share):
             return False
         self.now = answer
@@ -183,10 +201,16 @@ class Inquiry:
 
     def result(self) -> Attribution:
         """What has been explained, and the rest."""
-        return Attribution(gap=self.gap, parts=tuple(self._parts), residual=max(0.0, self.gap - math.fsum(nats for _, nats in self._parts)))
+        return Attribution(
+            gap=self.gap,
+            parts=tuple(self._parts),
+            residual=max(0.0, self.gap - math.fsum(nats for _, nats in self._parts)),
+        )
 
 
-def _numbered(trajectories: Sequence[Trajectory], key: Callable[[int, VersionSpan], Hashable]) -> list[NDArray[np.int64]]:
+def _numbered(
+    trajectories: Sequence[Trajectory], key: Callable[[int, VersionSpan], Hashable]
+) -> list[NDArray[np.int64]]:
     """[T] a trajectory: tokens of spans with the same key have the same number; tokens outside spans have any."""
     numbers: dict[Hashable, int] = {}
     rows: list[NDArray[np.int64]] = []

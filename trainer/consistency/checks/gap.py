@@ -1,8 +1,10 @@
-"""How large the gap between engine and trainer is, from where on it alarms, and whether it grows. Plain numbers and numpy.
+"""How large the gap between engine and trainer is, from where on it alarms, and whether it grows. Plain numbers and
+numpy.
 
-It owns the measured gap of a set of tokens, a run's own baseline, and the default limits. It must never know weights, versions or what is done about an alarm,
-and it measures raw ratios only: which tokens a correction keeps must not change a reading. A correction that masks more and more looks like a falling gap in
-what it kept, and one that masks less like a healthier policy; neither is health.
+It owns the measured gap of a set of tokens, a run's own baseline, and the default limits. It must never know weights,
+versions or what is done about an alarm, and it measures raw ratios only: which tokens a correction keeps must not
+change a reading. A correction that masks more and more looks like a falling gap in what it kept, and one that masks
+less like a healthier policy; neither is health.
 """
 
 import math
@@ -16,11 +18,13 @@ from trainer.config.consistency import GapLimits
 from trainer.types.evidence import Check, Finding, Severity
 
 NOISE_FLOOR_NATS = 1e-6
-"""A baseline below this counts as this: float32 sums in another order differ as much, and three times nothing is no bound."""
+"""A baseline below this counts as this: float32 sums in another order differ as much, and three times nothing is no
+bound."""
 TAIL_NATS = math.log(2.0)
 """|d| of a token whose ratio is outside [1/2, 2]: the tail, whose share is F(2)."""
 TAIL_SHARE = 1e-3
-"""F(2) above this is high. Rounding puts next to no token there: vLLM in bf16 stayed below 0.15 nats on every one of 128 tokens."""
+"""F(2) above this is high. Rounding puts next to no token there: vLLM in bf16 stayed below 0.15 nats on every one of
+128 tokens."""
 DRIFT_POINTS = 4
 """Fewer measurements have no trend."""
 DRIFT_SIGMAS = 3.0
@@ -60,7 +64,10 @@ class GapBaseline:
     def __post_init__(self) -> None:
         readings = (self.mean_abs, self.k3, self.f2)
         if self.tokens < 1 or not all(math.isfinite(reading) and reading >= 0.0 for reading in readings):
-            raise ValueError(f"baseline of {self.engine} replica {self.replica}: {self.tokens} tokens, readings {readings}; expected tokens and finite numbers")
+            raise ValueError(
+                f"baseline of {self.engine} replica {self.replica}: {self.tokens} tokens, readings {readings}; expected"
+                " tokens and finite numbers"
+            )
 
     def to_json(self) -> dict[str, str | int | float]:
         """A dict of JSON values, read back by `from_json`."""
@@ -75,7 +82,9 @@ class GapBaseline:
         """
         expected = {"engine", "replica", "mean_abs", "k3", "f2", "tokens"}
         if set(document) != expected:
-            raise ValueError(f"baseline has the fields {sorted(document)}; expected {sorted(expected)}: measure it again")
+            raise ValueError(
+                f"baseline has the fields {sorted(document)}; expected {sorted(expected)}: measure it again"
+            )
         return cls(
             engine=str(document["engine"]),
             replica=int(document["replica"]),
@@ -86,13 +95,17 @@ class GapBaseline:
         )
 
 
-def gap_summary(train: Sequence[NDArray[np.float32]], rollout: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> GapSummary:
-    """The gap over the tokens of `masks`, in float64. A trainer log-prob of -inf (a token that it excludes) makes the gap infinite.
+def gap_summary(
+    train: Sequence[NDArray[np.float32]], rollout: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]
+) -> GapSummary:
+    """The gap over the tokens of `masks`, in float64. A trainer log-prob of -inf (a token that it excludes) makes the
+    gap infinite.
 
     Args:
         train: [T] nats a trajectory.
         rollout: [T] nats a trajectory.
-        masks: [T] a trajectory: sampled and scored tokens, all of them, whatever a correction does with them. Nothing outside is read.
+        masks: [T] a trajectory: sampled and scored tokens, all of them, whatever a correction does with them. Nothing
+            outside is read.
 
     Raises:
         ValueError: lengths differ, or a token of the mask is not a number.
@@ -104,7 +117,11 @@ def gap_summary(train: Sequence[NDArray[np.float32]], rollout: Sequence[NDArray[
     with np.errstate(over="ignore"):
         k3 = np.where(np.isfinite(d), np.expm1(d) - d, np.inf)
     return GapSummary(
-        mean_abs=float(np.abs(d).mean()), k3=float(k3.mean()), ess=_ess(d), f2=float((np.abs(d) > TAIL_NATS).mean()), num_tokens=int(d.size)
+        mean_abs=float(np.abs(d).mean()),
+        k3=float(k3.mean()),
+        ess=_ess(d),
+        f2=float((np.abs(d) > TAIL_NATS).mean()),
+        num_tokens=int(d.size),
     )
 
 
@@ -114,24 +131,34 @@ def baseline_of(engine: str, replica: int, summary: GapSummary) -> GapBaseline:
     Raises:
         ValueError: nothing was measured, or the gap is infinite.
     """
-    return GapBaseline(engine=engine, replica=replica, mean_abs=summary.mean_abs, k3=summary.k3, f2=summary.f2, tokens=summary.num_tokens)
+    return GapBaseline(
+        engine=engine,
+        replica=replica,
+        mean_abs=summary.mean_abs,
+        k3=summary.k3,
+        f2=summary.f2,
+        tokens=summary.num_tokens,
+    )
 
 
 def default_limits(dtype: str, quantization: str, moe: bool, deterministic: bool) -> GapLimits:
-    """Limits for an engine that declares these numerics. Half precision and fp8 have the published bounds of mean |d|: warn / fail .02 / .05 dense, .03 / .08
-    with routed experts, .05 / .1 under any quantisation; k3 1e-3 / 1e-2 dense, 1e-2 / 5e-2 with routed experts.
+    """Limits for an engine that declares these numerics. Half precision and fp8 have the published bounds of mean |d|:
+    warn / fail .02 / .05 dense, .03 / .08 with routed experts, .05 / .1 under any quantisation; k3 1e-3 / 1e-2 dense,
+    1e-2 / 5e-2 with routed experts.
 
-    float32 has 1e-5 / 1e-3. vLLM in float32 differs from the trainer by 4.8e-7 on average and 2e-5 on its worst token: warn lies twenty times above the mean,
-    and fail fifty times above the worst token, so that rounding fails no trajectory of even a single token. A head that kept its old weights (5e-3), keys and
-    values of older weights (3e-2) and bf16 arithmetic that was not declared (8e-3) fail. k3 is about d^2 / 2 and gets 1e-8 / 1e-5: an rms |d| of 1.4e-4 and
-    4.5e-3, the same order as for the means with room for a heavy tail. Routed experts may swap a near tie even in float32: ten times as much to warn,
-    the same to fail.
+    float32 has 1e-5 / 1e-3. vLLM in float32 differs from the trainer by 4.8e-7 on average and 2e-5 on its worst token:
+    warn lies twenty times above the mean, and fail fifty times above the worst token, so that rounding fails no
+    trajectory of even a single token. A head that kept its old weights (5e-3), keys and values of older weights (3e-2)
+    and bf16 arithmetic that was not declared (8e-3) fail. k3 is about d^2 / 2 and gets 1e-8 / 1e-5: an rms |d| of
+    1.4e-4 and 4.5e-3, the same order as for the means with room for a heavy tail. Routed experts may swap a near tie
+    even in float32: ten times as much to warn, the same to fail.
 
-    Deterministic mode warns at 1e-6 and fails at 1e-5, above the worst token of an engine with a KV cache (mean 3.9e-7, worst 7e-6): a trajectory may hold
-    few tokens, and rounding must not fail it. k3 gets 1e-11 / 1e-9.
+    Deterministic mode warns at 1e-6 and fails at 1e-5, above the worst token of an engine with a KV cache (mean 3.9e-7,
+    worst 7e-6): a trajectory may hold few tokens, and rounding must not fail it. k3 gets 1e-11 / 1e-9.
 
     Args:
-        dtype: of the engine's arithmetic: `float32`, `bfloat16`, `float16`; any other is held to the half-precision bounds.
+        dtype: of the engine's arithmetic: `float32`, `bfloat16`, `float16`; any other is held to the half-precision
+            bounds.
         quantization: `none`, or how weights are quantised.
         moe: whether experts are routed.
         deterministic: the run's deterministic mode.
@@ -144,13 +171,16 @@ def default_limits(dtype: str, quantization: str, moe: bool, deterministic: bool
     if quantization != "none" or "float8" in dtype or "fp8" in dtype:
         return GapLimits(mean_abs_warn=0.05, mean_abs_fail=0.1, k3_warn=k3_warn, k3_fail=k3_fail)
     if dtype == "float32":
-        return GapLimits(mean_abs_warn=1e-4 if moe else 1e-5, mean_abs_fail=1e-3, k3_warn=1e-7 if moe else 1e-8, k3_fail=1e-5)
+        return GapLimits(
+            mean_abs_warn=1e-4 if moe else 1e-5, mean_abs_fail=1e-3, k3_warn=1e-7 if moe else 1e-8, k3_fail=1e-5
+        )
     mean_abs_warn, mean_abs_fail = (0.03, 0.08) if moe else (0.02, 0.05)
     return GapLimits(mean_abs_warn=mean_abs_warn, mean_abs_fail=mean_abs_fail, k3_warn=k3_warn, k3_fail=k3_fail)
 
 
 def gap_floor(limits: GapLimits, baseline: GapBaseline | None) -> float:
-    """Mean |d| in nats above which a gap alarms at all: the warning ceiling or the multiple of the run's own baseline, whichever is lower."""
+    """Mean |d| in nats above which a gap alarms at all: the warning ceiling or the multiple of the run's own baseline,
+    whichever is lower."""
     if baseline is None:
         return limits.mean_abs_warn
     return min(limits.mean_abs_warn, limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS))
@@ -162,12 +192,20 @@ def tail_is_high(f2: float, limits: GapLimits, baseline: GapBaseline | None) -> 
 
 
 def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> tuple[Finding, ...]:
-    """The gap against its ceilings and against the run's own baseline, which do not excuse each other. Above a ceiling to fail it fails; all else warns.
+    """The gap against its ceilings and against the run's own baseline, which do not excuse each other. Above a ceiling
+    to fail it fails; all else warns.
 
     A gap over no token at all is incomplete, not fine.
     """
     if metrics.num_tokens == 0:
-        return (Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code="nothing_scored", detail="got no scored token; expected at least one"),)
+        return (
+            Finding(
+                check=Check.EVIDENCE,
+                severity=Severity.INCOMPLETE,
+                code="nothing_scored",
+                detail="got no scored token; expected at least one",
+            ),
+        )
     found = [
         _ceiling("gap_mean", "mean |d|", metrics.mean_abs, limits.mean_abs_warn, limits.mean_abs_fail),
         _ceiling("gap_k3", "k3", metrics.k3, limits.k3_warn, limits.k3_fail),
@@ -176,10 +214,19 @@ def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | No
     if baseline is not None:
         bound = limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS)
         if not metrics.mean_abs <= bound:
-            detail = f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x the gap at step 0"
+            detail = (
+                f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x "
+                "the gap at step 0"
+            )
             found.append(_finding(Severity.WARN, "gap_above_baseline", detail))
     if tail_is_high(metrics.f2, limits, baseline):
-        found.append(_finding(Severity.WARN, "gap_tail", f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]"))
+        found.append(
+            _finding(
+                Severity.WARN,
+                "gap_tail",
+                f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]",
+            )
+        )
     return tuple(finding for finding in found if finding is not None)
 
 
@@ -195,7 +242,8 @@ def drift_slope(values: Sequence[float], steps: Sequence[float] | None = None) -
 
 
 def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[Finding, ...]:
-    """Warns where a reading (mean |d| by step, oldest first) at least doubles over the window along its fitted line, by more than it scatters round that line.
+    """Warns where a reading (mean |d| by step, oldest first) at least doubles over the window along its fitted line, by
+    more than it scatters round that line.
 
     Raises:
         ValueError: as `drift_slope`.
@@ -204,12 +252,16 @@ def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -
     rise = slope * width
     if len(values) < DRIFT_POINTS or rise <= max(start, NOISE_FLOOR_NATS, DRIFT_SIGMAS * scatter):
         return ()
-    detail = f"mean |d| grows by {slope:.3g} nats a step, from {start:.3g} to {start + rise:.3g} over {width:g} steps; expected a flat line"
+    detail = (
+        f"mean |d| grows by {slope:.3g} nats a step, from {start:.3g} to {start + rise:.3g} over {width:g} steps; "
+        "expected a flat line"
+    )
     return (_finding(Severity.WARN, "gap_drift", detail),)
 
 
 def typical_chi2(values: Sequence[float]) -> float:
-    """The median of one step's chi2 values, one a sequence: a single sequence with a large ratio decides their mean, and drift drowns in it.
+    """The median of one step's chi2 values, one a sequence: a single sequence with a large ratio decides their mean,
+    and drift drowns in it.
 
     Raises:
         ValueError: there are none.
@@ -219,17 +271,24 @@ def typical_chi2(values: Sequence[float]) -> float:
     return float(np.median(np.asarray(values, dtype=np.float64)))
 
 
-def _differences(train: NDArray[np.float32], rollout: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _differences(
+    train: NDArray[np.float32], rollout: NDArray[np.float32], mask: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     if not train.shape == rollout.shape == mask.shape:
-        raise ValueError(f"gap of log-probs {train.shape} and {rollout.shape} under mask {mask.shape}; expected one [T]")
+        raise ValueError(
+            f"gap of log-probs {train.shape} and {rollout.shape} under mask {mask.shape}; expected one [T]"
+        )
     d = train[mask].astype(np.float64) - rollout[mask].astype(np.float64)
     if np.isnan(d).any():
-        raise ValueError(f"{int(np.isnan(d).sum())} tokens of the mask have no log-prob (NaN); expected only tokens that were scored")
+        raise ValueError(
+            f"{int(np.isnan(d).sum())} tokens of the mask have no log-prob (NaN); expected only tokens that were scored"
+        )
     return d
 
 
 def _ess(d: NDArray[np.float64]) -> float:
-    """(sum w)^2 / (n sum w^2) of w = e^d; the largest exponent is taken out first, since the fraction does not depend on it."""
+    """(sum w)^2 / (n sum w^2) of w = e^d; the largest exponent is taken out first, since the fraction does not depend
+    on it."""
     top = float(d.max())
     if math.isinf(top):
         return 0.0
@@ -249,7 +308,10 @@ def _sample_size(ess: float, limits: GapLimits) -> Finding | None:
     if ess >= max(limits.ess_warn, limits.ess_fail):
         return None
     severity = Severity.WARN if ess >= limits.ess_fail else Severity.FAIL
-    detail = f"effective sample size {ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and never below {limits.ess_fail:g}"
+    detail = (
+        f"effective sample size {ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and never below "
+        f"{limits.ess_fail:g}"
+    )
     return _finding(severity, "gap_ess", detail)
 
 
@@ -258,7 +320,8 @@ def _finding(severity: Severity, code: str, detail: str) -> Finding:
 
 
 def _line(values: Sequence[float], steps: Sequence[float] | None) -> tuple[float, float, float, float]:
-    """Slope, value at the first step, standard deviation of the residuals, and width in steps of the least-squares line."""
+    """Slope, value at the first step, standard deviation of the residuals, and width in steps of the least-squares
+    line."""
     y = np.asarray(values, dtype=np.float64)
     x = np.arange(y.size, dtype=np.float64) if steps is None else np.asarray(steps, dtype=np.float64)
     if x.shape != y.shape or not (np.isfinite(x).all() and np.isfinite(y).all()):

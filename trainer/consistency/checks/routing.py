@@ -1,10 +1,13 @@
-"""Agreement of two routings of the same tokens: the experts that the rollout engine chose and those that the trainer chooses. Numpy only.
+"""Agreement of two routings of the same tokens: the experts that the rollout engine chose and those that the trainer
+chooses. Numpy only.
 
-It owns the numbers and the completeness of the evidence; it knows no model, no verdict and no threshold. Experts are compared as sets, since the order
-in which an engine names them means nothing; the ordered mismatch is there to compare with tools that do otherwise.
+It owns the numbers and the completeness of the evidence; it knows no model, no verdict and no threshold. Experts are
+compared as sets, since the order in which an engine names them means nothing; the ordered mismatch is there to compare
+with tools that do otherwise.
 
-A *cell* is one block of one row; row p belongs to input p, which predicts p + 1. A cell that names an expert twice or one that does not exist is
-*hollow*: somebody padded. A row is compared when it is covered and none of its cells is hollow.
+A *cell* is one block of one row; row p belongs to input p, which predicts p + 1. A cell that names an expert twice or
+one that does not exist is *hollow*: somebody padded. A row is compared when it is covered and none of its cells is
+hollow.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ AnyExperts = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingAgreement:
-    """Fractions lie in [0, 1]. Where no row was compared they are NaN: absent evidence is no agreement, so look at `num_rows` first."""
+    """Fractions lie in [0, 1]. Where no row was compared they are NaN: absent evidence is no agreement, so look at
+    `num_rows` first."""
 
     num_rows: int
     """Rows compared."""
@@ -36,7 +40,8 @@ class RoutingAgreement:
     block_jaccard: NDArray[np.float64]
     """[blocks] mean of |intersection| / |union|."""
     token_any_mismatch: float
-    """Fraction of rows whose sets differ in some block; counted, never derived from `block_mismatch`: flips gather in some tokens."""
+    """Fraction of rows whose sets differ in some block; counted, never derived from `block_mismatch`: flips gather in
+    some tokens."""
     expert_overlap: float
     """Mean over the cells of |intersection| / top_k."""
     ordered_mismatch: float
@@ -82,9 +87,10 @@ def routing_agreement(
         covered: [rows] True where the engine reported.
         predicting: [rows] True where the next token was sampled (`sampled[1:]` of a trajectory).
         num_experts: experts a block.
-        gate_gap: [rows, blocks] the trainer's router logit of rank top_k minus that of the next, at least 0. A flip counts tanh(gap / 2) = (p - q) / (p + q)
-            with p and q the router's probabilities of these two: 0 for a tie that any rounding turns over, 1 for a certain choice. So the gap-weighted
-            mismatch is at most the plain one, and the difference is what near ties explain.
+        gate_gap: [rows, blocks] the trainer's router logit of rank top_k minus that of the next, at least 0. A flip
+            counts tanh(gap / 2) = (p - q) / (p + q) with p and q the router's probabilities of these two: 0 for a tie
+            that any rounding turns over, 1 for a certain choice. So the gap-weighted mismatch is at most the plain one,
+            and the difference is what near ties explain.
 
     Raises:
         ValueError: shapes differ, or a gap of a compared row is negative or NaN.
@@ -116,14 +122,17 @@ def routing_agreement(
 
 
 def merge_agreements(parts: Sequence[RoutingAgreement]) -> RoutingAgreement:
-    """The agreement over all rows of `parts` (segments, trajectories); the gap-weighted mismatch is None unless every part with rows has one.
+    """The agreement over all rows of `parts` (segments, trajectories); the gap-weighted mismatch is None unless every
+    part with rows has one.
 
     Raises:
         ValueError: there are no parts, or they have different numbers of blocks.
     """
     blocks = {part.block_mismatch.size for part in parts}
     if len(blocks) != 1:
-        raise ValueError(f"got {len(parts)} agreements over {sorted(blocks)} blocks; expected at least one, and one number of blocks")
+        raise ValueError(
+            f"got {len(parts)} agreements over {sorted(blocks)} blocks; expected at least one, and one number of blocks"
+        )
     counted = [part for part in parts if part.num_rows]
     weights = np.array([part.num_rows for part in counted], dtype=np.float64)
 
@@ -156,7 +165,8 @@ def complete_cells(experts: AnyExperts, num_experts: int) -> NDArray[np.bool_]:
 
 
 def token_any_if_independent(block_mismatch: NDArray[np.float64]) -> float:
-    """What the token-any mismatch would be if blocks [blocks] flipped independently; to set beside the counted one, never in its place."""
+    """What the token-any mismatch would be if blocks [blocks] flipped independently; to set beside the counted one,
+    never in its place."""
     return float(1.0 - np.prod(1.0 - block_mismatch))
 
 
@@ -179,7 +189,14 @@ class FlatRouting:
         return 1.0 - float(self.covered.sum()) / self.num_expected if self.num_expected else 0.0
 
 
-def flat_routing(traces: Sequence[RoutingTrace | None], lengths: Sequence[int], *, width: int, num_experts: int, cell: tuple[int, int]) -> FlatRouting:
+def flat_routing(
+    traces: Sequence[RoutingTrace | None],
+    lengths: Sequence[int],
+    *,
+    width: int,
+    num_experts: int,
+    cell: tuple[int, int],
+) -> FlatRouting:
     """Lay the traces of B right-padded rows of `width` tokens behind one another.
 
     Args:
@@ -203,7 +220,9 @@ def flat_routing(traces: Sequence[RoutingTrace | None], lengths: Sequence[int], 
         rows = trace.covered.size
         if trace.experts.shape[1:] != cell or rows != length - 1 or length > width:
             got = f"row {row} has routing {trace.experts.shape} for {length} tokens in {width} columns"
-            raise ValueError(f"{got}; expected [tokens - 1, {cell[0]} blocks, top_k {cell[1]}], and no more tokens than columns")
+            raise ValueError(
+                f"{got}; expected [tokens - 1, {cell[0]} blocks, top_k {cell[1]}], and no more tokens than columns"
+            )
         usable = trace.covered & complete_cells(trace.experts, num_experts).all(axis=1)
         num_hollow += int(trace.covered.sum() - usable.sum())
         experts[row, :rows][usable] = trace.experts[usable]
@@ -218,14 +237,24 @@ def flat_routing(traces: Sequence[RoutingTrace | None], lengths: Sequence[int], 
 
 def _certainty(gate_gap: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     if not (gate_gap >= 0).all():
-        raise ValueError("a gate gap is negative or NaN; expected the logit of rank top_k minus that of the next, from finite logits")
+        raise ValueError(
+            "a gate gap is negative or NaN; expected the logit of rank top_k minus that of the next, from finite logits"
+        )
     return np.tanh(gate_gap.astype(np.float64) / 2)
 
 
 def _check_shapes(
-    rollout: AnyExperts, trainer: AnyExperts, covered: NDArray[np.bool_], predicting: NDArray[np.bool_], gate_gap: NDArray[np.floating[Any]] | None
+    rollout: AnyExperts,
+    trainer: AnyExperts,
+    covered: NDArray[np.bool_],
+    predicting: NDArray[np.bool_],
+    gate_gap: NDArray[np.floating[Any]] | None,
 ) -> None:
-    if rollout.ndim != 3 or trainer.shape != rollout.shape or not covered.shape == predicting.shape == rollout.shape[:1]:
+    if (
+        rollout.ndim != 3
+        or trainer.shape != rollout.shape
+        or not covered.shape == predicting.shape == rollout.shape[:1]
+    ):
         got = f"experts {rollout.shape} and {trainer.shape}, covered {covered.shape}, predicting {predicting.shape}"
         raise ValueError(f"got {got}; expected [rows, blocks, top_k] twice and [rows] twice")
     if gate_gap is not None and gate_gap.shape != rollout.shape[:2]:

@@ -1,8 +1,9 @@
 """Whether the columns of a trajectory fit together, and in which way two readings of one text differ. Numpy only.
 
-Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, prefixes, drift. They read raw columns, so that logs of other
-frameworks can be checked too. It must never know an engine, weights or a tokenizer, and it repairs nothing: other tokens cannot be weighted away, so a broken
-prefix begins a new sample, and no text is tokenized again.
+Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, prefixes, drift. They
+read raw columns, so that logs of other frameworks can be checked too. It must never know an engine, weights or a
+tokenizer, and it repairs nothing: other tokens cannot be weighted away, so a broken prefix begins a new sample, and no
+text is tokenized again.
 """
 
 from collections.abc import Collection, Sequence
@@ -62,7 +63,8 @@ def columns_of(trajectory: Trajectory) -> Columns:
 
 
 def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
-    """Findings about one trajectory; none where all is well. Columns of unequal length end the check: the rest reads them side by side.
+    """Findings about one trajectory; none where all is well. Columns of unequal length end the check: the rest reads
+    them side by side.
 
     Args:
         columns: [T] each.
@@ -72,7 +74,12 @@ def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None
     uneven = _check_lengths(columns)
     if uneven:
         return uneven
-    return (*_check_ids(columns, vocab_size, bos_id), *_check_mask(columns), *_check_spans(columns), *_check_logprobs(columns))
+    return (
+        *_check_ids(columns, vocab_size, bos_id),
+        *_check_mask(columns),
+        *_check_spans(columns),
+        *_check_logprobs(columns),
+    )
 
 
 def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
@@ -81,12 +88,14 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None
 
 
 def doubled_bos(token_ids: Ids, bos_id: int | None) -> bool:
-    """Whether the text begins twice: a template wrote the begin token and the tokenizer put another in front. token_ids: [T]. Source: vector V18."""
+    """Whether the text begins twice: a template wrote the begin token and the tokenizer put another in front.
+    token_ids: [T]. Source: vector V18."""
     return bos_id is not None and token_ids.size > 1 and bool((token_ids[:2] == bos_id).all())
 
 
 def prefix_extends(prev: Ids, new: Ids) -> tuple[bool, int | None]:
-    """Whether `new` [U] begins with all of `prev` [T], else the first position where it does not. Source: vector V18."""
+    """Whether `new` [U] begins with all of `prev` [T], else the first position where it does not. Source: vector
+    V18."""
     shared = _shared(prev, new)
     return (True, None) if shared == prev.size else (False, shared)
 
@@ -101,18 +110,24 @@ def check_turns(turns: Sequence[Ids]) -> tuple[Finding, ...]:
     for turn, (prev, new) in enumerate(pairwise(turns), start=1):
         extends, position = prefix_extends(prev, new)
         if not extends and position is not None:
-            detail = f"turn {turn} (from 0) differs from the {prev.size} tokens before it at {position}; expected to begin with exactly these"
+            detail = (
+                f"turn {turn} (from 0) differs from the {prev.size} tokens before it at {position}; expected to begin "
+                "with exactly these"
+            )
             found.append(_fail("prefix_broken", detail, (position,)))
     return tuple(found)
 
 
 def samples_of_turns(turns: Sequence[Ids]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of the turns of each sample: a turn that does not extend the one before begins a new sample. turns: as in `check_turns`."""
+    """[start, end) of the turns of each sample: a turn that does not extend the one before begins a new sample. turns:
+    as in `check_turns`."""
     breaks = [i for i in range(1, len(turns)) if not prefix_extends(turns[i - 1], turns[i])[0]]
     return tuple(zip([0, *breaks], [*breaks, len(turns)], strict=True)) if turns else ()
 
 
-def classify_drift(expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]) -> DriftKind | None:
+def classify_drift(
+    expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]
+) -> DriftKind | None:
     """How `got_ids` [U] differ from `expected_ids` [T]; None where they are equal. Of several kinds the gravest.
 
     Args:
@@ -143,14 +158,24 @@ def classify_drift(expected_ids: Ids, got_ids: Ids, special_ids: Collection[int]
     return DriftKind.ASSISTANT_TEXT if all(by_assistant) else DriftKind.NON_ASSISTANT_TEXT
 
 
-def check_same_ids(expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]) -> tuple[Finding, ...]:
-    """A finding where what one side sent is not what the other holds; its code names the drift. Arguments as in `classify_drift`."""
+def check_same_ids(
+    expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]
+) -> tuple[Finding, ...]:
+    """A finding where what one side sent is not what the other holds; its code names the drift. Arguments as in
+    `classify_drift`."""
     kind = classify_drift(expected_ids, got_ids, special_ids, assistant)
     if kind is None:
         return ()
     position = _shared(expected_ids, got_ids)
-    detail = f"got {got_ids.size} ids that first differ at {position} from the {expected_ids.size} expected ({kind}); expected the very same ids"
-    return (Finding(check=Check.TOKENIZER, severity=Severity.FAIL, code=f"drift_{kind}", detail=detail, positions=(position,)),)
+    detail = (
+        f"got {got_ids.size} ids that first differ at {position} from the {expected_ids.size} expected ({kind}); "
+        "expected the very same ids"
+    )
+    return (
+        Finding(
+            check=Check.TOKENIZER, severity=Severity.FAIL, code=f"drift_{kind}", detail=detail, positions=(position,)
+        ),
+    )
 
 
 def _check_lengths(columns: Columns) -> tuple[Finding, ...]:
@@ -168,9 +193,21 @@ def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> tuple[F
     outside = _where((columns.token_ids < 0) | (columns.token_ids >= vocab_size))
     if outside:
         first = int(columns.token_ids[outside[0]])
-        found.append(_fail("id_outside_vocabulary", f"got {len(outside)} such ids (first: {first}); expected 0 <= id < {vocab_size}", outside))
+        found.append(
+            _fail(
+                "id_outside_vocabulary",
+                f"got {len(outside)} such ids (first: {first}); expected 0 <= id < {vocab_size}",
+                outside,
+            )
+        )
     if doubled_bos(columns.token_ids, bos_id) and not columns.sampled[1]:
-        found.append(_fail("doubled_bos", f"got token {bos_id} at 0 and 1; expected one begin token: template and tokenizer both write it", (1,)))
+        found.append(
+            _fail(
+                "doubled_bos",
+                f"got token {bos_id} at 0 and 1; expected one begin token: template and tokenizer both write it",
+                (1,),
+            )
+        )
     return tuple(found)
 
 
@@ -178,7 +215,10 @@ def _check_mask(columns: Columns) -> tuple[Finding, ...]:
     if not columns.sampled.any():
         return (_fail("nothing_sampled", "got no sampled token; expected at least one"),)
     if columns.sampled[0]:
-        detail = "got a first token that counts as sampled, which nothing predicts; expected a given one: the mask is shifted, or the prompt is gone"
+        detail = (
+            "got a first token that counts as sampled, which nothing predicts; expected a given one: the mask is "
+            "shifted, or the prompt is gone"
+        )
         return (_fail("first_token_sampled", detail, (0,)),)
     return ()
 
@@ -186,43 +226,87 @@ def _check_mask(columns: Columns) -> tuple[Finding, ...]:
 def _check_spans(columns: Columns) -> tuple[Finding, ...]:
     """The mask holds exactly what engines say that they sampled."""
     if columns.spans is None:
-        return (_missing("spans_missing", "got no version spans; expected to know which tokens an engine sampled, and under which version"),)
+        return (
+            _missing(
+                "spans_missing",
+                "got no version spans; expected to know which tokens an engine sampled, and under which version",
+            ),
+        )
     covered, position = np.zeros(columns.token_ids.size, dtype=np.bool_), 0
     for start, end in columns.spans:
         if not position <= start < end <= covered.size:
-            detail = f"got a span [{start}, {end}) after position {position} of {covered.size}; expected spans in order, not empty, without overlap"
+            detail = (
+                f"got a span [{start}, {end}) after position {position} of {covered.size}; expected spans in order, not"
+                " empty, without overlap"
+            )
             return (_fail("spans_broken", detail),)
         covered[start:end] = True
         position = end
     found: list[Finding] = []
     if loose := _where(columns.sampled & ~covered):
-        found.append(_fail("sampled_without_version", f"got {len(loose)} tokens in the mask that no engine sampled; expected none", loose))
+        found.append(
+            _fail(
+                "sampled_without_version",
+                f"got {len(loose)} tokens in the mask that no engine sampled; expected none",
+                loose,
+            )
+        )
     if given := _where(covered & ~columns.sampled):
-        found.append(_fail("version_without_mask", f"got {len(given)} tokens that an engine sampled and the mask leaves out; expected none", given))
+        found.append(
+            _fail(
+                "version_without_mask",
+                f"got {len(given)} tokens that an engine sampled and the mask leaves out; expected none",
+                given,
+            )
+        )
     return tuple(found)
 
 
 def _check_logprobs(columns: Columns) -> tuple[Finding, ...]:
-    """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told from that."""
+    """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told
+    from that."""
     if columns.logprobs is None:
-        return (_missing("logprobs_missing", "got no rollout log-probs; expected one a sampled token: nothing can be compared without them"),)
+        return (
+            _missing(
+                "logprobs_missing",
+                "got no rollout log-probs; expected one a sampled token: nothing can be compared without them",
+            ),
+        )
     if not columns.sampled.any():
         return ()
     bad = columns.sampled & ~np.isfinite(columns.logprobs)
     above = columns.sampled & ~bad & (np.where(bad, 0.0, columns.logprobs) > ROUNDING_NATS)
     found: list[Finding] = []
     if positions := _where(bad):
-        found.append(_fail("logprob_not_finite", f"got {len(positions)} log-probs that are NaN or infinite; expected numbers", positions))
+        found.append(
+            _fail(
+                "logprob_not_finite",
+                f"got {len(positions)} log-probs that are NaN or infinite; expected numbers",
+                positions,
+            )
+        )
     if positions := _where(above):
         highest = float(columns.logprobs[above].max())
-        found.append(_fail("logprob_positive", f"got {len(positions)} log-probs above 0 (up to {highest:.3g} nats); expected none", positions))
+        found.append(
+            _fail(
+                "logprob_positive",
+                f"got {len(positions)} log-probs above 0 (up to {highest:.3g} nats); expected none",
+                positions,
+            )
+        )
     if not columns.logprobs[columns.sampled].any():
-        found.append(_missing("logprobs_all_zero", "got log-probs that are all 0, as where none were logged; expected those of the sampled tokens"))
+        found.append(
+            _missing(
+                "logprobs_all_zero",
+                "got log-probs that are all 0, as where none were logged; expected those of the sampled tokens",
+            )
+        )
     return tuple(found)
 
 
 def _assistant_changed(expected_ids: Ids, got: Ids, assistant: NDArray[np.bool_], stretch: tuple[int, int]) -> bool:
-    """Whether only the policy's words differ in a stretch [start, end) without special tokens, for which the other side has `got`."""
+    """Whether only the policy's words differ in a stretch [start, end) without special tokens, for which the other side
+    has `got`."""
     start, end = stretch
     mine = expected_ids[start:end]
     head = _shared(mine, got)
@@ -235,7 +319,9 @@ def _assistant_changed(expected_ids: Ids, got: Ids, assistant: NDArray[np.bool_]
         return bool(assistant[put_in_at])
     if start < end:
         return bool(assistant[end - 1])
-    return end < assistant.size and bool(assistant[end])  # an empty stretch belongs to who wrote the special token that closes it
+    return end < assistant.size and bool(
+        assistant[end]
+    )  # an empty stretch belongs to who wrote the special token that closes it
 
 
 def _stretches(marks: NDArray[np.intp], size: int) -> list[tuple[int, int]]:

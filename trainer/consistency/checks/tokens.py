@@ -1,4 +1,5 @@
-"""What if the engine continued other ids than the sample holds: a later turn whose prefix went through text. Pure numpy: it scores nothing."""
+"""What if the engine continued other ids than the sample holds: a later turn whose prefix went through text. Pure
+numpy: it scores nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,11 +54,15 @@ def other_prefixes(trajectories: Sequence[Trajectory], through_text: ThroughText
         for start, end in later_turns(trajectory):
             prefix = through_text(trajectory.token_ids[:start])
             if prefix.size and not np.array_equal(prefix, trajectory.token_ids[:start]):
-                found.append(OtherPrefix(source=source, start=start, trajectory=_behind(trajectory, prefix, start, end)))
+                found.append(
+                    OtherPrefix(source=source, start=start, trajectory=_behind(trajectory, prefix, start, end))
+                )
     return found
 
 
-def placed_back(rows: Sequence[NDArray[np.float32]], others: Sequence[OtherPrefix], scores: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+def placed_back(
+    rows: Sequence[NDArray[np.float32]], others: Sequence[OtherPrefix], scores: Sequence[NDArray[np.float32]]
+) -> list[NDArray[np.float32]]:
     """`rows` [T] a trajectory, with the scores of the turns behind other ids in their places."""
     placed = [row.copy() for row in rows]
     for other, score in zip(others, scores, strict=True):

@@ -1,8 +1,9 @@
 """Whether the versions that a trajectory claims can be true: its spans against the ledger.
 
-It owns the four rules of a span (known, committed, never backwards, never negative) and must never know weights, log-probs or clocks: a version comes from the
-engine's spans, never from when something was sent or finished. That spans cover exactly the sampled tokens, and that no version is negative, is checked where
-the values are built; nothing here fills a version in.
+It owns the four rules of a span (known, committed, never backwards, never negative) and must never know weights,
+log-probs or clocks: a version comes from the engine's spans, never from when something was sent or finished. That spans
+cover exactly the sampled tokens, and that no version is negative, is checked where the values are built; nothing here
+fills a version in.
 """
 
 from collections.abc import Collection
@@ -13,10 +14,13 @@ from rollout.types.weights import PolicyVersion
 from trainer.types.evidence import Check, Finding, Severity
 
 
-def check_versions(trajectory: Trajectory, *, known: Collection[PolicyVersion], committed: PolicyVersion) -> tuple[Finding, ...]:
+def check_versions(
+    trajectory: Trajectory, *, known: Collection[PolicyVersion], committed: PolicyVersion
+) -> tuple[Finding, ...]:
     """One finding a span that cannot be true; each fails, and names the span's tokens.
 
-    A token newer than what the ledger has committed would have a negative age, which every bound on staleness lets through.
+    A token newer than what the ledger has committed would have a negative age, which every bound on staleness lets
+    through.
 
     Args:
         known: policies of the ledger, in this run's lineage.
@@ -24,8 +28,14 @@ def check_versions(trajectory: Trajectory, *, known: Collection[PolicyVersion], 
 
     Source: CONSISTENCY.md, section 4, Version; ARCHITECTURE.md, section 4.
     """
-    found = [finding for span in trajectory.version_spans if (finding := _against_ledger(span, known, committed)) is not None]
-    found += [_regressed(earlier, later) for earlier, later in pairwise(trajectory.version_spans) if not _follows(earlier.policy, later.policy)]
+    found = [
+        finding for span in trajectory.version_spans if (finding := _against_ledger(span, known, committed)) is not None
+    ]
+    found += [
+        _regressed(earlier, later)
+        for earlier, later in pairwise(trajectory.version_spans)
+        if not _follows(earlier.policy, later.policy)
+    ]
     return tuple(found)
 
 
@@ -45,9 +55,18 @@ def _follows(earlier: PolicyVersion, later: PolicyVersion) -> bool:
 
 
 def _regressed(earlier: VersionSpan, later: VersionSpan) -> Finding:
-    detail = f"tokens [{later.start}, {later.end}) claim {later.policy.key} after {earlier.policy.key}; expected versions that never fall within a trajectory"
+    detail = (
+        f"tokens [{later.start}, {later.end}) claim {later.policy.key} after {earlier.policy.key}; expected versions "
+        "that never fall within a trajectory"
+    )
     return _finding(later, "version_regressed", detail)
 
 
 def _finding(span: VersionSpan, code: str, detail: str) -> Finding:
-    return Finding(check=Check.VERSION, severity=Severity.FAIL, code=code, detail=detail, positions=tuple(range(span.start, span.end)))
+    return Finding(
+        check=Check.VERSION,
+        severity=Severity.FAIL,
+        code=code,
+        detail=detail,
+        positions=tuple(range(span.start, span.end)),
+    )

@@ -1,4 +1,5 @@
-"""The columns of a row laid along its tokens, by the layout of the dump. Lengths that do not fit are findings; nothing is cut or filled up. Numpy only.
+"""The columns of a row laid along its tokens, by the layout of the dump. Lengths that do not fit are findings; nothing
+is cut or filled up. Numpy only.
 
 It knows layouts and lengths; it must never know a model, a policy or what a log-prob should be.
 """
@@ -13,7 +14,14 @@ from numpy.typing import NDArray
 
 from trainer.consistency.dump.cells import Cells
 from trainer.consistency.dump.columns import ColumnKey, DumpLayout
-from trainer.consistency.dump.values import VersionEntry, read_experts, read_ids, read_logprobs, read_mask, read_versions
+from trainer.consistency.dump.values import (
+    VersionEntry,
+    read_experts,
+    read_ids,
+    read_logprobs,
+    read_mask,
+    read_versions,
+)
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -62,7 +70,8 @@ class _Frame:
 
 
 def align(cells: Cells, layout: DumpLayout) -> AlignedRow | None:
-    """Read a row's sequence columns; None where one is unfit or missing that the layout needs (the cells hold the findings)."""
+    """Read a row's sequence columns; None where one is unfit or missing that the layout needs (the cells hold the
+    findings)."""
     ids, num_prompt = _ids(cells, layout)
     mask = cells.require("mask", read_mask) if layout is not DumpLayout.COMPLETION else cells.read("mask", read_mask)
     logprobs = cells.read("logprobs", read_logprobs)
@@ -73,7 +82,11 @@ def align(cells: Cells, layout: DumpLayout) -> AlignedRow | None:
     if not cells.has("version"):
         cells.absent("version", "; without it every token counts as sampled by the given model")
     if ids is not None and ids.size == 0:
-        cells.fail("completion_ids" if layout is DumpLayout.COMPLETION else "ids", "no_tokens", "got an empty list; expected at least one token")
+        cells.fail(
+            "completion_ids" if layout is DumpLayout.COMPLETION else "ids",
+            "no_tokens",
+            "got an empty list; expected at least one token",
+        )
     if cells.failed or ids is None:
         return None
     first = {DumpLayout.TOKENS: 0, DumpLayout.COMPLETION: num_prompt, DumpLayout.NEXT_TOKEN: 1}[layout]
@@ -88,7 +101,15 @@ def align(cells: Cells, layout: DumpLayout) -> AlignedRow | None:
     if cells.failed or sampled is None:
         return None
     experts, covered = trace or (None, None)
-    return AlignedRow(token_ids=ids, num_prompt=num_prompt, sampled=sampled, logprobs=laid, versions=runs, experts=experts, covered=covered)
+    return AlignedRow(
+        token_ids=ids,
+        num_prompt=num_prompt,
+        sampled=sampled,
+        logprobs=laid,
+        versions=runs,
+        experts=experts,
+        covered=covered,
+    )
 
 
 def mask_runs(sampled: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
@@ -110,12 +131,22 @@ def _fits(cells: Cells, key: ColumnKey, entries: int, frame: _Frame) -> bool:
     if entries == frame.entries or (frame.spare and entries == frame.entries + 1):
         return True
     also = f" (or {frame.entries + 1}, the last one about no token)" if frame.spare else ""
-    spoken = f"the {frame.total} tokens" if frame.first == 0 else f"the {frame.total} tokens from token {frame.first} on"
-    cells.fail(key, "lengths_differ", f"got {entries} entries; expected {frame.entries}{also}, one for each of {spoken}")
+    spoken = (
+        f"the {frame.total} tokens" if frame.first == 0 else f"the {frame.total} tokens from token {frame.first} on"
+    )
+    cells.fail(
+        key, "lengths_differ", f"got {entries} entries; expected {frame.entries}{also}, one for each of {spoken}"
+    )
     return False
 
 
-def _placed(cells: Cells, key: ColumnKey, values: NDArray[_Scalar], frame: _Frame, fill: Any) -> NDArray[_Scalar] | None:  # noqa: ANN401
+def _placed(
+    cells: Cells,
+    key: ColumnKey,
+    values: NDArray[_Scalar],
+    frame: _Frame,
+    fill: Any,  # noqa: ANN401
+) -> NDArray[_Scalar] | None:
     """[T] with `fill` at tokens that no entry speaks of."""
     if not _fits(cells, key, values.size, frame):
         return None
@@ -126,13 +157,27 @@ def _placed(cells: Cells, key: ColumnKey, values: NDArray[_Scalar], frame: _Fram
 
 def _refuse_sampled_spare(cells: Cells, mask: NDArray[np.bool_], frame: _Frame) -> None:
     if frame.spare and mask.size == frame.total and mask[-1]:
-        detail = f"got {mask.size} entries for {frame.total} tokens, the last one inside the mask, and nothing comes after it; expected 0 there"
-        cells.fail("mask", "last_entry_sampled", f"{detail}: the mask is aligned with the tokens themselves, as in --layout tokens", (frame.total - 1,))
+        detail = (
+            f"got {mask.size} entries for {frame.total} tokens, the last one inside the mask, and nothing comes after "
+            "it; expected 0 there"
+        )
+        cells.fail(
+            "mask",
+            "last_entry_sampled",
+            f"{detail}: the mask is aligned with the tokens themselves, as in --layout tokens",
+            (frame.total - 1,),
+        )
 
 
-def _runs(cells: Cells, versions: VersionEntry | list[VersionEntry], sampled: NDArray[np.bool_], frame: _Frame) -> tuple[VersionRun, ...]:
+def _runs(
+    cells: Cells, versions: VersionEntry | list[VersionEntry], sampled: NDArray[np.bool_], frame: _Frame
+) -> tuple[VersionRun, ...]:
     if not isinstance(versions, list):
-        return tuple(VersionRun(start=start, end=end, version=versions) for start, end in mask_runs(sampled) if _names_one(versions))
+        return tuple(
+            VersionRun(start=start, end=end, version=versions)
+            for start, end in mask_runs(sampled)
+            if _names_one(versions)
+        )
     if not _fits(cells, "version", len(versions), frame):
         return ()
     runs: list[VersionRun] = []
@@ -155,6 +200,11 @@ def _trace(
     """The rows that predict something; a row of the last token, where there is one, predicts nothing."""
     rows = frame.total - 1
     if covered.size not in (rows, rows + 1):
-        cells.fail("routing", "lengths_differ", f"got {covered.size} rows; expected {rows} or {rows + 1}, one for each of the {frame.total} tokens as input")
+        cells.fail(
+            "routing",
+            "lengths_differ",
+            f"got {covered.size} rows; expected {rows} or {rows + 1}, one for each of the {frame.total} tokens as "
+            "input",
+        )
         return None
     return experts[:rows], covered[:rows]

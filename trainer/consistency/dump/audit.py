@@ -1,4 +1,5 @@
-"""The audit of a dump: every row that is sound is scored, each token at the version that sampled it, and the gap is measured, held against limits, explained.
+"""The audit of a dump: every row that is sound is scored, each token at the version that sampled it, and the gap is
+measured, held against limits, explained.
 
     rows -> scores -> gap of each row and of all -> shifted columns -> attribution -> routing -> report
 
@@ -51,7 +52,9 @@ class DumpScorer(Rescorer, Protocol):
 class Routings(Protocol):
     """Compares routing."""
 
-    def compare(self, trajectories: Sequence[Trajectory], scores: Sequence[NDArray[np.float32]]) -> RoutingAgreement | None:
+    def compare(
+        self, trajectories: Sequence[Trajectory], scores: Sequence[NDArray[np.float32]]
+    ) -> RoutingAgreement | None:
         """As `dump_routing.RoutingComparison.compare`."""
         ...
 
@@ -89,7 +92,8 @@ class DumpAudit:
         published: PublishedVersions | None = None,
         routings: Routings | None = None,
     ) -> None:
-        """Audit with one model, or with `published` versions; `routings` compares the experts of a mixture of experts."""
+        """Audit with one model, or with `published` versions; `routings` compares the experts of a mixture of
+        experts."""
         self._scorer, self._settings, self._limits = scorer, settings, limits
         self._published, self._routings = published, routings
         self.reader = DumpReader(settings, model, published)
@@ -101,7 +105,9 @@ class DumpAudit:
         shifted = check_shift(*_columns(scored)) if summary.num_tokens else ()
         findings = (*check_gap(summary, self._limits, None), *self._one_model_for_several(rows))
         out_of_bounds = summary.num_tokens > 0 and (
-            summary.mean_abs > gap_floor(self._limits, None) or any(s.fails for s in scored) or any(f.code == "gap_tail" for f in findings)
+            summary.mean_abs > gap_floor(self._limits, None)
+            or any(s.fails for s in scored)
+            or any(f.code == "gap_tail" for f in findings)
         )
         if out_of_bounds:
             findings = (*findings, *shifted)
@@ -111,53 +117,108 @@ class DumpAudit:
             counts=_counts(rows, counted),
             limits=self._limits,
             metrics=mismatch_metrics(*_columns(counted)) if counted else None,
-            row_findings=tuple(each for row in rows for each in row.findings) + tuple(self._placed(s, finding) for s in scored for finding in s.findings),
+            row_findings=tuple(each for row in rows for each in row.findings)
+            + tuple(self._placed(s, finding) for s in scored for finding in s.findings),
             findings=findings,
             attribution=attribution,
             attributed_rows=attributed,
-            routing=None if self._routings is None or not scored else self._routings.compare([s.trajectory for s in scored], [s.scores for s in scored]),
+            routing=(
+                None
+                if self._routings is None or not scored
+                else self._routings.compare([s.trajectory for s in scored], [s.scores for s in scored])
+            ),
         )
 
     def _score(self, rows: Sequence[DumpRow]) -> list[_Scored]:
         sound = [(row, row.trajectory) for row in rows if row.trajectory is not None]
-        trajectories = [trajectory if self._published is not None else without_versions(trajectory) for _, trajectory in sound]
+        trajectories = [
+            trajectory if self._published is not None else without_versions(trajectory) for _, trajectory in sound
+        ]
         scores = self._scorer.score(trajectories, ScoreOptions())
         unknown = self._scorer.unknown
-        return [self._judged(row, *pair, unknown) for (row, _), pair in zip(sound, zip(trajectories, scores, strict=True), strict=True)]
+        return [
+            self._judged(row, *pair, unknown)
+            for (row, _), pair in zip(sound, zip(trajectories, scores, strict=True), strict=True)
+        ]
 
-    def _judged(self, row: DumpRow, trajectory: Trajectory, scores: NDArray[np.float32], unknown: dict[str, str]) -> _Scored:
+    def _judged(
+        self, row: DumpRow, trajectory: Trajectory, scores: NDArray[np.float32], unknown: dict[str, str]
+    ) -> _Scored:
         mask = trajectory.sampled & np.isfinite(scores)
         summary = gap_summary([scores], [trajectory.rollout_logprobs], [mask])
         findings = check_gap(summary, self._limits, None) if summary.num_tokens else ()
         missing = tuple(int(position) for position in np.flatnonzero(trajectory.sampled & ~mask))
         if missing:
             mine = {span.policy.key for span in trajectory.version_spans}
-            why = "; ".join(reason for key, reason in unknown.items() if key in mine) or "the model gives no finite number"
-            detail = f"{len(missing)} of {trajectory.num_sampled} sampled tokens have no score ({why}); expected one each"
-            findings = (*findings, Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code="tokens_not_scored", detail=detail, positions=missing))
+            why = (
+                "; ".join(reason for key, reason in unknown.items() if key in mine)
+                or "the model gives no finite number"
+            )
+            detail = (
+                f"{len(missing)} of {trajectory.num_sampled} sampled tokens have no score ({why}); expected one each"
+            )
+            findings = (
+                *findings,
+                Finding(
+                    check=Check.EVIDENCE,
+                    severity=Severity.INCOMPLETE,
+                    code="tokens_not_scored",
+                    detail=detail,
+                    positions=missing,
+                ),
+            )
         return _Scored(row=row, trajectory=trajectory, scores=scores, mask=mask, summary=summary, findings=findings)
 
     def _attribute(self, scored: Sequence[_Scored], shifted: tuple[Finding, ...]) -> tuple[Attribution | None, int]:
-        """Of the rows that fail by themselves, or of all where only the sum does: a fault that touches a few must not drown in the rest."""
+        """Of the rows that fail by themselves, or of all where only the sum does: a fault that touches a few must not
+        drown in the rest."""
         some = [s for s in scored if s.mask.any()]
         asked = [s for s in some if s.fails] or some
         behaviour = [np.where(np.isfinite(s.scores), s.scores, np.float32(np.nan)) for s in asked]
         facts = AttributionFacts(structure=shifted)
-        return attribute([s.trajectory for s in asked], facts, self._scorer, self._limits, max_tokens=BATCH_TOKENS, behaviour=behaviour), len(asked)
+        return attribute(
+            [s.trajectory for s in asked],
+            facts,
+            self._scorer,
+            self._limits,
+            max_tokens=BATCH_TOKENS,
+            behaviour=behaviour,
+        ), len(asked)
 
     def _one_model_for_several(self, rows: Sequence[DumpRow]) -> tuple[Finding, ...]:
-        """Without published weights, a dump of several versions was measured against one model: then the gap holds staleness too."""
+        """Without published weights, a dump of several versions was measured against one model: then the gap holds
+        staleness too."""
         if self._published is not None:
             return ()
-        policies = {span.policy.key for row in rows if row.trajectory is not None and row.has_versions for span in row.trajectory.version_spans}
+        policies = {
+            span.policy.key
+            for row in rows
+            if row.trajectory is not None and row.has_versions
+            for span in row.trajectory.version_spans
+        }
         if len(policies) < 2:
             return ()
-        detail = f"got {len(policies)} versions ({', '.join(sorted(policies)[:4])}, ...), all scored with one model, so that the gap holds staleness too"
+        detail = (
+            f"got {len(policies)} versions ({', '.join(sorted(policies)[:4])}, ...), all scored with one model, so that"
+            " the gap holds staleness too"
+        )
         cure = "give the published weights with --weights"
-        return (Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code="one_model_for_several_versions", detail=f"{detail}; {cure}"),)
+        return (
+            Finding(
+                check=Check.EVIDENCE,
+                severity=Severity.INCOMPLETE,
+                code="one_model_for_several_versions",
+                detail=f"{detail}; {cure}",
+            ),
+        )
 
     def _placed(self, scored: _Scored, finding: Finding) -> RowFinding:
-        return RowFinding(row=scored.row.number, place=scored.row.place, column=self._settings.columns.name("logprobs"), finding=finding)
+        return RowFinding(
+            row=scored.row.number,
+            place=scored.row.place,
+            column=self._settings.columns.name("logprobs"),
+            finding=finding,
+        )
 
 
 def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings, dtype: str) -> DumpAudit:
@@ -168,7 +229,8 @@ def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings
         dtype: what scores are computed in, `float32` or `bfloat16`.
 
     Raises:
-        UserError: a directory is not what it should be, or the model does more to its logits than the scorer can follow.
+        UserError: a directory is not what it should be, or the model does more to its logits than the scorer can
+            follow.
     """
     import torch
 
@@ -206,7 +268,9 @@ def _summary(scored: Sequence[_Scored]) -> GapSummary:
     return gap_summary(*_columns(scored))
 
 
-def _columns(scored: Sequence[_Scored]) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]], list[NDArray[np.bool_]]]:
+def _columns(
+    scored: Sequence[_Scored],
+) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]], list[NDArray[np.bool_]]]:
     """Scores, log and mask of each row."""
     return [s.scores for s in scored], [s.trajectory.rollout_logprobs for s in scored], [s.mask for s in scored]
 

@@ -1,4 +1,5 @@
-"""One row of a dump as it is read: its cells by key, and what was wrong with them. It must never know layouts or models."""
+"""One row of a dump as it is read: its cells by key, and what was wrong with them. It must never know layouts or
+models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Cells:
         return key in self._named
 
     def read(self, key: ColumnKey, parse: Callable[[object], _Value]) -> _Value | None:
-        """The parsed value, or None: absent (a finding if the user named its column and it is no evidence), or unfit (a finding)."""
+        """The parsed value, or None: absent (a finding if the user named its column and it is no evidence), or unfit (a
+        finding)."""
         if not self.has(key):
             if self.is_named(key) and key not in _EVIDENCE:
                 self.fail(key, "column_missing", self._absence(key))
@@ -72,7 +74,9 @@ class Cells:
 
     def fail(self, key: ColumnKey, code: str, detail: str, positions: tuple[int, ...] = ()) -> None:
         """Note that the row cannot be used as it is."""
-        self.note(key, Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code=code, detail=detail, positions=positions))
+        self.note(
+            key, Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code=code, detail=detail, positions=positions)
+        )
 
     def incomplete(self, key: EvidenceKey, code: str, detail: str) -> None:
         """Note that something cannot be checked."""

@@ -14,7 +14,19 @@ from pydantic import Field
 from rollout.config import Section
 from rollout.errors import UserError
 
-ColumnKey = Literal["id", "ids", "prompt_ids", "completion_ids", "mask", "logprobs", "version", "routing", "temperature", "top_p", "top_k"]
+ColumnKey = Literal[
+    "id",
+    "ids",
+    "prompt_ids",
+    "completion_ids",
+    "mask",
+    "logprobs",
+    "version",
+    "routing",
+    "temperature",
+    "top_p",
+    "top_k",
+]
 SamplingKey = Literal["temperature", "top_p", "top_k"]
 SAMPLING_KEYS: tuple[SamplingKey, ...] = ("temperature", "top_p", "top_k")
 NOT_TRUNCATED: Mapping[SamplingKey, float] = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
@@ -27,10 +39,11 @@ class DumpLayout(StrEnum):
     TOKENS = "tokens"
     """One column of ids. Mask, log-probs and versions have one entry a token: entry t belongs to token t."""
     COMPLETION = "completion"
-    """Prompt ids and completion ids. Everything else has one entry a completion token; without a mask all of these were sampled."""
+    """Prompt ids and completion ids. Everything else has one entry a completion token; without a mask all of these were
+    sampled."""
     NEXT_TOKEN = "next_token"
-    """One column of ids. Entry p of mask, log-probs and versions belongs to token p + 1, which position p predicts: T - 1 entries, or T whose last one is
-    outside the mask."""
+    """One column of ids. Entry p of mask, log-probs and versions belongs to token p + 1, which position p predicts: T -
+    1 entries, or T whose last one is outside the mask."""
 
 
 class DumpColumns(Section):
@@ -49,9 +62,11 @@ class DumpColumns(Section):
     logprobs: str = "logprobs"
     """Numbers, nats. What stands outside the mask is ignored, null included."""
     version: str = "version"
-    """The policy that sampled: an integer or `eE-vN`, one for the row or one a token (null or -1 where nothing was sampled)."""
+    """The policy that sampled: an integer or `eE-vN`, one for the row or one a token (null or -1 where nothing was
+    sampled)."""
     routing: str = "routing"
-    """[T - 1 or T, blocks, top_k] integers: experts of input p, which predicts token p + 1; null or -1 rows are missing."""
+    """[T - 1 or T, blocks, top_k] integers: experts of input p, which predicts token p + 1; null or -1 rows are
+    missing."""
     temperature: str = "temperature"
     """One number for the row, as of its sampling."""
     top_p: str = "top_p"
@@ -100,7 +115,9 @@ def columns_read(layout: DumpLayout) -> tuple[ColumnKey, ...]:
     return tuple(dict.fromkeys((*_REQUIRED[layout], *_OPTIONAL)))
 
 
-def dump_settings(layout: str, names: Sequence[str], sampling: Mapping[SamplingKey, float | None], engine_dtype: str = "float32") -> DumpSettings:
+def dump_settings(
+    layout: str, names: Sequence[str], sampling: Mapping[SamplingKey, float | None], engine_dtype: str = "float32"
+) -> DumpSettings:
     """Settings from what a command line holds.
 
     Args:
@@ -124,7 +141,9 @@ def dump_settings(layout: str, names: Sequence[str], sampling: Mapping[SamplingK
             except ValueError as error:
                 raise UserError(f"--{key.replace('_', '-')}: {error}") from error
     columns = PRESETS[chosen].model_copy(update=given)
-    return DumpSettings(layout=chosen, columns=columns, named=frozenset(given), sampling=said, engine_dtype=engine_dtype)
+    return DumpSettings(
+        layout=chosen, columns=columns, named=frozenset(given), sampling=said, engine_dtype=engine_dtype
+    )
 
 
 def sampling_value(key: SamplingKey, value: object) -> float:
@@ -136,7 +155,9 @@ def sampling_value(key: SamplingKey, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"got {value!r}; expected a number")
     if key == "temperature" and not 0.0 < value < math.inf:
-        cure = "tokens chosen greedily have no distribution of their own, so give --temperature 1 to compare raw log-probs"
+        cure = (
+            "tokens chosen greedily have no distribution of their own, so give --temperature 1 to compare raw log-probs"
+        )
         raise ValueError(f"got temperature {value:g}; expected more than 0: {cure}")
     if key == "top_p" and not 0.0 < value <= 1.0:
         raise ValueError(f"got top_p {value:g}; expected more than 0 and at most 1 (1 is off)")

@@ -2,8 +2,8 @@
 
     row -> cells -> laid along the tokens by the layout -> structure, versions, routing against the model -> DumpRow
 
-It owns that order, and which column a finding is about. It must never know a file, weights or what a gap means. A row with a finding that failed about its
-structure is counted and not scored; it is never repaired. Torch-free.
+It owns that order, and which column a finding is about. It must never know a file, weights or what a gap means. A row
+with a finding that failed about its structure is counted and not scored; it is never repaired. Torch-free.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, RoutingTrace, Timings, Trajectory, VersionSpan
+from rollout.types.trajectory import (
+    EngineTag,
+    FinishReason,
+    LogprobSemantics,
+    RoutingTrace,
+    Timings,
+    Trajectory,
+    VersionSpan,
+)
 from trainer.consistency.checks.structure import Columns, check_structure
 from trainer.consistency.checks.versions import check_versions
 from trainer.consistency.dump.alignment import AlignedRow, align, mask_runs
 from trainer.consistency.dump.cells import Cells, RowFinding
-from trainer.consistency.dump.columns import NOT_TRUNCATED, SAMPLING_KEYS, ColumnKey, DumpLayout, DumpSettings, SamplingKey, sampling_value
+from trainer.consistency.dump.columns import (
+    NOT_TRUNCATED,
+    SAMPLING_KEYS,
+    ColumnKey,
+    DumpLayout,
+    DumpSettings,
+    SamplingKey,
+    sampling_value,
+)
 from trainer.consistency.dump.values import shown
 from trainer.consistency.dump.versions import BASE, PublishedVersions, policy_named
 
@@ -57,7 +73,8 @@ class DumpRow:
     """0 where its ids could not be read."""
     num_sampled: int
     trajectory: Trajectory | None
-    """Its spans are those of the dump, and all of version 0 where the dump has none. None: not sound, or without log-probs."""
+    """Its spans are those of the dump, and all of version 0 where the dump has none. None: not sound, or without
+    log-probs."""
     has_versions: bool
     assumed: tuple[SamplingKey, ...]
     """What neither the row nor the command line says of its sampling."""
@@ -68,7 +85,8 @@ class DumpReader:
     """Reads the rows of one dump."""
 
     def __init__(self, settings: DumpSettings, model: ModelShape, published: PublishedVersions | None) -> None:
-        """Read rows that shall fit `model`; `published` are the versions that there can be, None takes the dump's word."""
+        """Read rows that shall fit `model`; `published` are the versions that there can be, None takes the dump's
+        word."""
         self._settings, self._model, self._published = settings, model, published
 
     def read(self, number: int, place: str, row: Mapping[str, object]) -> DumpRow:
@@ -79,13 +97,24 @@ class DumpReader:
         aligned = align(cells, self._settings.layout)
         if aligned is None:
             return DumpRow(
-                number=number, place=place, num_tokens=0, num_sampled=0, trajectory=None, has_versions=False, assumed=assumed, findings=tuple(cells.findings)
+                number=number,
+                place=place,
+                num_tokens=0,
+                num_sampled=0,
+                trajectory=None,
+                has_versions=False,
+                assumed=assumed,
+                findings=tuple(cells.findings),
             )
         self._check_structure(cells, aligned)
         spans = self._spans(cells, aligned)
         routing = self._routing(cells, aligned)
         trajectory = None
-        if not cells.failed and aligned.logprobs is not None and not any(each.finding.code in _NO_LOG for each in cells.findings):
+        if (
+            not cells.failed
+            and aligned.logprobs is not None
+            and not any(each.finding.code in _NO_LOG for each in cells.findings)
+        ):
             trajectory = self._trajectory(name, aligned, spans, routing, sampling)
             if aligned.versions is not None:
                 self._check_versions(cells, trajectory)
@@ -101,7 +130,8 @@ class DumpReader:
         )
 
     def _sampling(self, cells: Cells) -> tuple[dict[SamplingKey, float], tuple[SamplingKey, ...]]:
-        """What the command line says, else the row, else nothing but temperature 1 without truncation, which is noted as assumed."""
+        """What the command line says, else the row, else nothing but temperature 1 without truncation, which is noted
+        as assumed."""
         found: dict[SamplingKey, float] = {}
         assumed: list[SamplingKey] = []
         for key in SAMPLING_KEYS:
@@ -121,12 +151,19 @@ class DumpReader:
             spans=None if aligned.versions is None else tuple((run.start, run.end) for run in aligned.versions),
         )
         for finding in check_structure(columns, self._model.vocab_size, self._model.bos_id):
-            if finding.code not in ("logprobs_missing", "spans_missing"):  # noted when the cells were read, with the columns that there are
+            if finding.code not in (
+                "logprobs_missing",
+                "spans_missing",
+            ):  # noted when the cells were read, with the columns that there are
                 cells.note(self._key_of(finding.code, finding.positions, aligned), finding)
         limit, got = self._model.max_context, aligned.token_ids.size
         if limit is not None and got > limit:
             key = "completion_ids" if self._settings.layout is DumpLayout.COMPLETION else "ids"
-            cells.fail(key, "longer_than_context", f"got {got} tokens in all; the model has a context of {limit}: expected the model that sampled")
+            cells.fail(
+                key,
+                "longer_than_context",
+                f"got {got} tokens in all; the model has a context of {limit}: expected the model that sampled",
+            )
 
     def _key_of(self, code: str, positions: tuple[int, ...], aligned: AlignedRow) -> ColumnKey:
         key = _COLUMN_OF.get(code, "logprobs")
@@ -148,7 +185,11 @@ class DumpReader:
 
     def _check_versions(self, cells: Cells, trajectory: Trajectory) -> None:
         own = {span.policy for span in trajectory.version_spans}
-        known = own if self._published is None else self._published.policies | {policy for policy in own if policy.version == 0}
+        known = (
+            own
+            if self._published is None
+            else self._published.policies | {policy for policy in own if policy.version == 0}
+        )
         for finding in check_versions(trajectory, known=known, committed=max(known)):
             cells.note("version", finding)
 
@@ -159,20 +200,38 @@ class DumpReader:
                 cells.absent("routing")
             return None
         if cell is None:
-            cells.fail("routing", "routing_of_dense_model", "got experts, and the model has none; expected the model that sampled")
+            cells.fail(
+                "routing",
+                "routing_of_dense_model",
+                "got experts, and the model has none; expected the model that sampled",
+            )
             return None
         if aligned.experts.shape[1:] != cell:
             got = f"got [rows, blocks, top_k] = {list(aligned.experts.shape)}"
-            cells.fail("routing", "routing_shape", f"{got}; the model has {cell[0]} blocks with {cell[1]} experts a token: expected the model that sampled")
+            cells.fail(
+                "routing",
+                "routing_shape",
+                f"{got}; the model has {cell[0]} blocks with {cell[1]} experts a token: expected the model that "
+                "sampled",
+            )
             return None
         predicting = aligned.sampled[1:]
         there = int((aligned.covered & predicting).sum())
         if there < int(predicting.sum()):
-            cells.incomplete("routing", "routing_incomplete", f"got the experts of {there} of {int(predicting.sum())} sampled tokens; expected all")
+            cells.incomplete(
+                "routing",
+                "routing_incomplete",
+                f"got the experts of {there} of {int(predicting.sum())} sampled tokens; expected all",
+            )
         return RoutingTrace(experts=aligned.experts, covered=aligned.covered)
 
     def _trajectory(
-        self, name: str, aligned: AlignedRow, spans: tuple[VersionSpan, ...], routing: RoutingTrace | None, sampling: Mapping[SamplingKey, float]
+        self,
+        name: str,
+        aligned: AlignedRow,
+        spans: tuple[VersionSpan, ...],
+        routing: RoutingTrace | None,
+        sampling: Mapping[SamplingKey, float],
     ) -> Trajectory:
         logprobs = np.zeros(aligned.sampled.size, dtype=np.float32) if aligned.logprobs is None else aligned.logprobs
         return Trajectory(
@@ -194,7 +253,9 @@ class DumpReader:
 
 def without_versions(trajectory: Trajectory) -> Trajectory:
     """The same with every token under version 0, for a dump that is scored with one model."""
-    return replace(trajectory, version_spans=tuple(VersionSpan(BASE, start, end) for start, end in mask_runs(trajectory.sampled)))
+    return replace(
+        trajectory, version_spans=tuple(VersionSpan(BASE, start, end) for start, end in mask_runs(trajectory.sampled))
+    )
 
 
 def _name(value: object) -> str:

@@ -58,10 +58,15 @@ class DumpReport:
 
     @property
     def result(self) -> AuditResult:
-        """Missing versions and missing routing are findings that are incomplete; missing log-probs make the result so."""
+        """Missing versions and missing routing are findings that are incomplete; missing log-probs make the result
+        so."""
         severities = {finding.severity for finding in (*self.findings, *(each.finding for each in self.row_findings))}
         if Severity.FAIL in severities:
             return AuditResult.FAIL
         counts = self.counts
-        complete = counts.rows_scored == counts.rows and counts.scored_tokens == counts.sampled_tokens and counts.scored_tokens > 0
+        complete = (
+            counts.rows_scored == counts.rows
+            and counts.scored_tokens == counts.sampled_tokens
+            and counts.scored_tokens > 0
+        )
         return AuditResult.PASS if complete else AuditResult.INCOMPLETE

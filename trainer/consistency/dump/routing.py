@@ -1,6 +1,8 @@
-"""The experts in a dump against those that the model chooses for the same tokens. It asks the scorer for forward passes and listens to the routers.
+"""The experts in a dump against those that the model chooses for the same tokens. It asks the scorer for forward passes
+and listens to the routers.
 
-It must never know a threshold or a verdict. Only input rows that predict a scored token are compared, each under the policy that sampled that token.
+It must never know a threshold or a verdict. Only input rows that predict a scored token are compared, each under the
+policy that sampled that token.
 """
 
 from collections.abc import Sequence
@@ -37,8 +39,11 @@ class RoutingComparison:
         self._scorer, self._num_experts = scorer, counts[0]
         self._recorder = RoutingRecorder(model.causal_lm, *counts)
 
-    def compare(self, trajectories: Sequence[Trajectory], scores: Sequence[NDArray[np.float32]]) -> RoutingAgreement | None:
-        """The agreement over all of them; None where none has a trace or a score. One more forward pass for each policy of each trajectory.
+    def compare(
+        self, trajectories: Sequence[Trajectory], scores: Sequence[NDArray[np.float32]]
+    ) -> RoutingAgreement | None:
+        """The agreement over all of them; None where none has a trace or a score. One more forward pass for each policy
+        of each trajectory.
 
         Args:
             scores: [T] a trajectory, NaN where it could not be scored: nothing is compared there.

@@ -1,4 +1,5 @@
-"""Whether log-probs stand one place beside their tokens: the fault of mixing up token-aligned and next-token-aligned columns. Numpy only.
+"""Whether log-probs stand one place beside their tokens: the fault of mixing up token-aligned and next-token-aligned
+columns. Numpy only.
 
 It owns that one question; it must never know a model, and it moves nothing.
 """
@@ -12,10 +13,15 @@ from trainer.types.evidence import Check, Finding, Severity
 
 CLOSED_SHARE = 0.8
 """Of the gap, as for every cause that is true of all tokens or of none."""
-_PLACES = {1: "one place early: entry t is about token t + 1, as in layout next_token", -1: "one place late: entry t is about token t - 1"}
+_PLACES = {
+    1: "one place early: entry t is about token t + 1, as in layout next_token",
+    -1: "one place late: entry t is about token t - 1",
+}
 
 
-def check_shift(scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> tuple[Finding, ...]:
+def check_shift(
+    scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]
+) -> tuple[Finding, ...]:
     """A finding where the log, moved by one place, agrees with the scores by at least 80 % of the gap.
 
     Args:
@@ -32,9 +38,13 @@ def check_shift(scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[
 
 
 def _gaps(
-    scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]], offset: int
+    scores: Sequence[NDArray[np.float32]],
+    logged: Sequence[NDArray[np.float32]],
+    masks: Sequence[NDArray[np.bool_]],
+    offset: int,
 ) -> tuple[float, float]:
-    """Mean |d| of the same entries of the log against their own token and against the token `offset` places on; (0, 0) without pairs."""
+    """Mean |d| of the same entries of the log against their own token and against the token `offset` places on; (0, 0)
+    without pairs."""
     straight: list[NDArray[np.float64]] = []
     moved: list[NDArray[np.float64]] = []
     for ours, theirs, mask in zip(scores, logged, masks, strict=True):

@@ -1,6 +1,7 @@
 """From a cell of a dump to an array. It knows what a cell may hold, never which row or column it stands in. Numpy only.
 
-Every function raises a ValueError that says what was got and what was expected; nothing is converted that could have been meant otherwise.
+Every function raises a ValueError that says what was got and what was expected; nothing is converted that could have
+been meant otherwise.
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,15 @@ def read_mask(cell: object) -> NDArray[np.bool_]:
     if array.dtype.kind == "b" or array.size == 0:
         return array.astype(np.bool_)
     if array.dtype.kind not in "iuf":
-        raise ValueError(f"got entries such as {_odd(cast(list[object], cell), bool, int, float)}; expected a list of booleans, or of 0 and 1")
+        raise ValueError(
+            f"got entries such as {_odd(cast(list[object], cell), bool, int, float)}; expected a list of booleans, or "
+            "of 0 and 1"
+        )
     other = array[(array != 0) & (array != 1)]
     if other.size:
-        raise ValueError(f"got {other.size} entries other than 0 and 1 (first: {other[0]}); expected a mask, not weights")
+        raise ValueError(
+            f"got {other.size} entries other than 0 and 1 (first: {other[0]}); expected a mask, not weights"
+        )
     return array.astype(np.bool_)
 
 
@@ -69,7 +75,10 @@ def read_experts(cell: object) -> tuple[NDArray[np.uint16], NDArray[np.bool_]] |
         return None
     found = _array(present)
     if found.ndim != 3 or found.dtype.kind not in "iu" or found.size == 0:
-        raise ValueError(f"got {found.dtype} of shape {found.shape} in the rows that are there; expected integers [rows, blocks, top_k]")
+        raise ValueError(
+            f"got {found.dtype} of shape {found.shape} in the rows that are there; expected integers [rows, blocks, "
+            "top_k]"
+        )
     if int(found.max()) > _MAX_EXPERT:
         raise ValueError(f"got expert {int(found.max())}; expected at most {_MAX_EXPERT}")
     covered = np.array([row is not None for row in rows], dtype=np.bool_)
@@ -92,7 +101,9 @@ def _version(entry: object) -> VersionEntry:
     if isinstance(entry, float) and entry.is_integer():
         entry = int(entry)  # a column of integers with gaps becomes one of floats in many tools
     if isinstance(entry, bool) or not isinstance(entry, int):
-        raise ValueError(f"got {shown(entry)}; expected an integer, a name such as e1-v3, or null where nothing was sampled")
+        raise ValueError(
+            f"got {shown(entry)}; expected an integer, a name such as e1-v3, or null where nothing was sampled"
+        )
     return entry
 
 
@@ -102,7 +113,10 @@ def _flat(cell: object) -> NDArray[Any]:
         raise ValueError(f"got {shown(cell)}; expected a list with one entry a token")
     array = _array(cast(list[object], cell))
     if array.ndim != 1:
-        raise ValueError(f"got lists within a list, of shape {array.shape}; expected one list with one entry a token: a row is one sequence")
+        raise ValueError(
+            f"got lists within a list, of shape {array.shape}; expected one list with one entry a token: a row is one "
+            "sequence"
+        )
     return array
 
 

@@ -1,4 +1,5 @@
-"""Which policies a dump's versions can be: those of a directory of published weights, or whatever it says where there is none. Torch-free."""
+"""Which policies a dump's versions can be: those of a directory of published weights, or whatever it says where there
+is none. Torch-free."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +24,20 @@ class PublishedVersions:
         """
         if not weights_dir.is_dir():
             what = "is not a directory" if weights_dir.exists() else "does not exist"
-            raise UserError(f"got --weights {weights_dir}, which {what}; give the `weights` folder of a run, with a folder eE-vN a version")
+            raise UserError(
+                f"got --weights {weights_dir}, which {what}; give the `weights` folder of a run, with a folder eE-vN a "
+                "version"
+            )
         self.policies = frozenset(_published(weights_dir))
         if not self.policies:
-            raise UserError(f"got --weights {weights_dir}, which holds no published version; expected folders eE-vN with a {MANIFEST_NAME} each")
+            raise UserError(
+                f"got --weights {weights_dir}, which holds no published version; expected folders eE-vN with a "
+                f"{MANIFEST_NAME} each"
+            )
 
     def policy(self, version: VersionEntry) -> PolicyVersion:
-        """The policy that an entry names; one that was not published keeps epoch 1 and is for the check of versions to find.
+        """The policy that an entry names; one that was not published keeps epoch 1 and is for the check of versions to
+        find.
 
         Raises:
             ValueError: it names none, or several epochs published this number.
@@ -38,7 +46,10 @@ class PublishedVersions:
             return policy_named(version)
         found = sorted(policy for policy in self.policies if policy.version == version)
         if len(found) > 1:
-            raise ValueError(f"got version {version}, which {', '.join(policy.key for policy in found)} all are; expected one of these names")
+            raise ValueError(
+                f"got version {version}, which {', '.join(policy.key for policy in found)} all are; expected one of "
+                "these names"
+            )
         return found[0] if found else PolicyVersion(1, version)
 
 

@@ -1,7 +1,8 @@
 """How far two sets of log-probs of the same tokens are apart, under explicit names. Numpy only.
 
-Everything is computed from log-probs, so on raw ratios: it must never know a clip, a cap or a mask of a correction. The one number about corrected
-weights (`ess_fraction_corrected`) takes them as they are. d = log pi_train - log pi_rollout and rho = e^d; all of it in float64.
+Everything is computed from log-probs, so on raw ratios: it must never know a clip, a cap or a mask of a correction. The
+one number about corrected weights (`ess_fraction_corrected`) takes them as they are. d = log pi_train - log pi_rollout
+and rho = e^d; all of it in float64.
 """
 
 import math
@@ -16,7 +17,8 @@ from trainer.consistency.metrics.ratios import Floats, masked_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchMetrics:
-    """Over the N tokens inside the masks, and over the S sequences that have at least one. A mean is inf where a ratio exceeds float64."""
+    """Over the N tokens inside the masks, and over the S sequences that have at least one. A mean is inf where a ratio
+    exceeds float64."""
 
     num_tokens: int
     num_sequences: int
@@ -74,7 +76,11 @@ class MismatchMetrics:
 
 
 def mismatch_metrics(
-    train: Sequence[Floats], rollout: Sequence[Floats], masks: Sequence[NDArray[np.bool_]], *, corrected_weights: Sequence[Floats] | None = None
+    train: Sequence[Floats],
+    rollout: Sequence[Floats],
+    masks: Sequence[NDArray[np.bool_]],
+    *,
+    corrected_weights: Sequence[Floats] | None = None,
 ) -> MismatchMetrics:
     """Compare two sets of log-probs, one array [T] a sequence.
 
@@ -85,7 +91,8 @@ def mismatch_metrics(
         corrected_weights: the loss's importance weights, token-aligned.
 
     Raises:
-        ValueError: the shapes differ, no token counts, or inside a mask a log-prob or weight is not finite or a weight is negative.
+        ValueError: the shapes differ, no token counts, or inside a mask a log-prob or weight is not finite or a weight
+            is negative.
 
     Source: k1, k2, k3 as in http://joschu.net/blog/kl-approx.html.
     """
@@ -98,7 +105,9 @@ def mismatch_metrics(
     with np.errstate(over="ignore"):
         k3, chi2 = estimator_k3(d), np.exp(2.0 * d) - 1.0
         chi2_product, chi2_geometric = np.exp(2.0 * sums) - 1.0, np.exp(2.0 * sums / lengths) - 1.0
-        train_perplexity, rollout_perplexity = (np.exp(-np.bincount(ids, weights=side) / lengths) for side in (ours, theirs))
+        train_perplexity, rollout_perplexity = (
+            np.exp(-np.bincount(ids, weights=side) / lengths) for side in (ours, theirs)
+        )
         return MismatchMetrics(
             num_tokens=d.size,
             num_sequences=lengths.size,
@@ -123,7 +132,9 @@ def mismatch_metrics(
             chi2_sequence_geometric=float(chi2_geometric.mean()),
             chi2_sequence_geometric_median=float(np.median(chi2_geometric)),
             ess_fraction_raw=ess_fraction(np.exp(d - d.max())),
-            ess_fraction_corrected=None if corrected_weights is None else ess_fraction(_flat("weights", corrected_weights, masks)),
+            ess_fraction_corrected=(
+                None if corrected_weights is None else ess_fraction(_flat("weights", corrected_weights, masks))
+            ),
             fraction_beyond_factor_2=float((shifts > math.log(2.0)).mean()),
             fraction_outside_half_to_2=fraction_outside(d, 0.5, 2.0),
             perplexity_train=float(train_perplexity.mean()),
@@ -156,7 +167,10 @@ def ess_fraction(weights: Floats) -> float:
         ValueError: there is no weight, or one is negative or not finite.
     """
     if not weights.size or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(f"an effective sample size needs weights that are finite and not negative, got {weights.size} weights, some or all of them unfit")
+        raise ValueError(
+            f"an effective sample size needs weights that are finite and not negative, got {weights.size} weights, some"
+            " or all of them unfit"
+        )
     largest = float(weights.max())
     if largest == 0.0:
         return 0.0
@@ -181,7 +195,9 @@ def _aligned(
     """[N] log-probs of both sides, and the sequence of each token, numbered over those that have one."""
     lengths = [int(mask.sum()) for mask in masks if mask.any()]
     if not lengths:
-        raise ValueError(f"no token of {len(masks)} sequences is inside its mask; metrics need at least one: leave such batches out")
+        raise ValueError(
+            f"no token of {len(masks)} sequences is inside its mask; metrics need at least one: leave such batches out"
+        )
     ids = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
     return _flat("train log-probs", train, masks), _flat("rollout log-probs", rollout, masks), ids
 

@@ -1,7 +1,8 @@
 """Importance ratios of sampled tokens, and their split into what staleness and what the engine explain. Numpy only.
 
-It owns the sign, d = log pi_train - log pi_rollout, and the rule that a position outside the mask is gone before anything is subtracted or
-exponentiated. It must never know how log-probs were computed, which version is current, or what becomes of a ratio.
+It owns the sign, d = log pi_train - log pi_rollout, and the rule that a position outside the mask is gone before
+anything is subtracted or exponentiated. It must never know how log-probs were computed, which version is current, or
+what becomes of a ratio.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class RatioSplit:
     def __post_init__(self) -> None:
         if not self.d_total.shape == self.d_stale.shape == self.d_engine.shape == self.mask.shape:
             raise ValueError(
-                f"a split has shapes {self.d_total.shape}, {self.d_stale.shape}, {self.d_engine.shape} and a mask {self.mask.shape}; expected one [T]"
+                f"a split has shapes {self.d_total.shape}, {self.d_stale.shape}, {self.d_engine.shape} and a mask "
+                f"{self.mask.shape}; expected one [T]"
             )
 
     @property
@@ -51,7 +53,8 @@ class RatioSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LagEstimate:
-    """Mean |d_total| by lag, and the line through it: an *estimate* of the split, for want of log-probs at the version that sampled."""
+    """Mean |d_total| by lag, and the line through it: an *estimate* of the split, for want of log-probs at the version
+    that sampled."""
 
     lags: NDArray[np.int64]
     """[K] ascending; optimizer steps between the sampling and the scoring weights."""
@@ -81,7 +84,10 @@ def masked_values(name: str, values: Floats, mask: NDArray[np.bool_]) -> NDArray
     kept: NDArray[np.float64] = np.where(mask, values.astype(np.float64), 0.0)
     bad = kept.size - int(np.isfinite(kept).sum())
     if bad:
-        raise ValueError(f"{bad} of {int(mask.sum())} {name} inside the mask are not finite; expected numbers: mask these tokens and report them")
+        raise ValueError(
+            f"{bad} of {int(mask.sum())} {name} inside the mask are not finite; expected numbers: mask these tokens and"
+            " report them"
+        )
     return kept
 
 
@@ -116,7 +122,8 @@ def split_ratios(*, now: Floats, behaviour: Floats, rollout: Floats, mask: NDArr
     Raises:
         ValueError: the shapes differ, or a log-prob inside the mask is not finite.
 
-    Source: the decoupled objective of AReaL (arXiv 2505.24298), whose proximal and behaviour policies are pi_now and pi_beh.
+    Source: the decoupled objective of AReaL (arXiv 2505.24298), whose proximal and behaviour policies are pi_now and
+    pi_beh.
     """
     logged = masked_values("rollout log-probs", rollout, mask)
     recomputed = masked_values("behaviour log-probs", behaviour, mask)
@@ -140,7 +147,10 @@ def estimate_by_lag(d_total: Floats, lags: NDArray[np.int64], mask: NDArray[np.b
     sizes, ages = np.abs(masked_values("differences", d_total, mask)[mask]), lags[mask]
     negative = int((ages < 0).sum())
     if negative:
-        raise ValueError(f"{negative} tokens inside the mask have a negative lag; expected them no newer than the weights that score them: check the versions")
+        raise ValueError(
+            f"{negative} tokens inside the mask have a negative lag; expected them no newer than the weights that score"
+            " them: check the versions"
+        )
     found, inverse = np.unique(ages, return_inverse=True)
     counts = np.bincount(inverse, minlength=found.size).astype(np.int64)
     mean_abs = np.bincount(inverse, weights=sizes, minlength=found.size) / counts

@@ -1,7 +1,7 @@
 """Which published weights the scorer holds, and the one module that computes with any of them.
 
-The module's parameters are pointers: putting another version into it costs about nothing, and a held version costs the bytes of its weights. It owns
-reading, keeping and forgetting versions; it knows no trajectory.
+The module's parameters are pointers: putting another version into it costs about nothing, and a held version costs the
+bytes of its weights. It owns reading, keeping and forgetting versions; it knows no trajectory.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -36,7 +36,8 @@ class HeldWeights:
     digest: str
     """Of its manifest; empty for version 0, which is read from the model directory."""
     tensors: Mapping[str, Tensor]
-    """What a checkpoint holds, by the model's names, a tied tensor once: parameters in the compute dtype, buffers in their own."""
+    """What a checkpoint holds, by the model's names, a tied tensor once: parameters in the compute dtype, buffers in
+    their own."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +48,16 @@ class HeldWeights:
 class HeldVersions:
     """Version 0 always, and of the others the `max_versions` that were used last. Not for two threads at once."""
 
-    def __init__(self, *, model_dir: Path, weights_dir: Path, dtype: str, chunk_tokens: int, max_versions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        weights_dir: Path,
+        dtype: str,
+        chunk_tokens: int,
+        max_versions: int,
+        device: torch.device,
+    ) -> None:
         """Build the module and load version 0 from `model_dir`, whatever the trainer epoch.
 
         Args:
@@ -110,15 +120,22 @@ class HeldVersions:
 
     @contextmanager
     def converted(self, convert: Callable[[str, Tensor], Tensor]) -> Generator[None]:
-        """The active version with other values or dtypes: `convert(name, parameter)`. The copies live as long as the context; buffers stay."""
-        self._assign({name: _frozen(convert(name, t)) if isinstance(t, nn.Parameter) else t for name, t in self._active.tensors.items()})
+        """The active version with other values or dtypes: `convert(name, parameter)`. The copies live as long as the
+        context; buffers stay."""
+        self._assign(
+            {
+                name: _frozen(convert(name, t)) if isinstance(t, nn.Parameter) else t
+                for name, t in self._active.tensors.items()
+            }
+        )
         try:
             yield
         finally:
             self._assign(self._active.tensors)
 
     def shifted(self, policy: PolicyVersion, offset: int) -> PolicyVersion:
-        """The policy `offset` versions later in the same lineage: a version that the epoch itself did not publish is an older epoch's.
+        """The policy `offset` versions later in the same lineage: a version that the epoch itself did not publish is an
+        older epoch's.
 
         Raises:
             VersionGoneError: the version would be negative.
@@ -126,8 +143,13 @@ class HeldVersions:
         version = policy.version + offset
         if version < 0:
             raise VersionGoneError(f"there is no version {version}: {policy.key} was asked for with offset {offset}")
-        lineage = [PolicyVersion(epoch, version) for epoch in range(policy.trainer_epoch, 0 if offset else policy.trainer_epoch - 1, -1)]
-        return next((p for p in lineage if self.holds(p) or (self._weights_dir / p.key / MANIFEST_NAME).is_file()), lineage[0])
+        lineage = [
+            PolicyVersion(epoch, version)
+            for epoch in range(policy.trainer_epoch, 0 if offset else policy.trainer_epoch - 1, -1)
+        ]
+        return next(
+            (p for p in lineage if self.holds(p) or (self._weights_dir / p.key / MANIFEST_NAME).is_file()), lineage[0]
+        )
 
     def _load(self, policy: PolicyVersion) -> HeldWeights:
         """Read a published directory; what is removed meanwhile is gone, and nothing else takes its place."""
@@ -135,12 +157,18 @@ class HeldVersions:
         try:
             manifest = read_manifest(directory)
             if manifest.policy != policy:
-                raise WeightSyncError(f"{directory} holds {manifest.policy.key}, expected {policy.key}; it was moved: publish again")
+                raise WeightSyncError(
+                    f"{directory} holds {manifest.policy.key}, expected {policy.key}; it was moved: publish again"
+                )
             self._make_room()
-            return HeldWeights(digest=manifest.digest, tensors=self._read(directory, sorted(directory.glob("*.safetensors")), manifest))
+            return HeldWeights(
+                digest=manifest.digest, tensors=self._read(directory, sorted(directory.glob("*.safetensors")), manifest)
+            )
         except (OSError, ConcordError) as error:
             if _file_was_missing(error):
-                raise VersionGoneError(f"weights {policy.key} are not in {self._weights_dir}: not published yet, or removed") from error
+                raise VersionGoneError(
+                    f"weights {policy.key} are not in {self._weights_dir}: not published yet, or removed"
+                ) from error
             raise
 
     def _make_room(self) -> None:
@@ -150,7 +178,9 @@ class HeldVersions:
                 self._active = self._base
                 self._assign(self._base.tensors)
 
-    def _read(self, directory: Path, files: Sequence[Path], manifest: WeightManifest | None = None) -> dict[str, Tensor]:
+    def _read(
+        self, directory: Path, files: Sequence[Path], manifest: WeightManifest | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of a directory, in memory of their own: the files may go as soon as they are open."""
         with ExitStack() as stack:
             readers: dict[str, Any] = {}
@@ -164,9 +194,14 @@ class HeldVersions:
             tensors: dict[str, Tensor] = {}
             for name, tensor in stored_tensors(self.model.causal_lm):
                 with boundary(UserError, f"cannot load {name} from {directory}"):
-                    whole = self._layout.assemble(name, sources[name], lambda stored: readers[stored].get_tensor(stored))
+                    whole = self._layout.assemble(
+                        name, sources[name], lambda stored: readers[stored].get_tensor(stored)
+                    )
                 if whole.shape != tensor.shape:
-                    raise UserError(f"{directory}: {name} has shape {tuple(whole.shape)}, expected {tuple(tensor.shape)} by config.json")
+                    raise UserError(
+                        f"{directory}: {name} has shape {tuple(whole.shape)}, expected {tuple(tensor.shape)} by "
+                        "config.json"
+                    )
                 if isinstance(tensor, nn.Parameter):
                     tensors[name] = _frozen(whole.to(self._device, self.dtype, copy=True))
                 else:
@@ -179,7 +214,8 @@ class HeldVersions:
 
 
 def _slots_of(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """(module, name in the module, name in a checkpoint) of every parameter and persistent buffer; tied parameters share the last."""
+    """(module, name in the module, name in a checkpoint) of every parameter and persistent buffer; tied parameters
+    share the last."""
     first: dict[int, str] = {}
     slots: list[tuple[nn.Module, str, str]] = []
     for path, module in modules_of(model):
@@ -187,7 +223,9 @@ def _slots_of(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             slots.append((module, name, first.setdefault(id(parameter), prefix + name)))
         transient = transient_buffers(module)
-        slots += [(module, name, prefix + name) for name, _ in module.named_buffers(recurse=False) if name not in transient]
+        slots += [
+            (module, name, prefix + name) for name, _ in module.named_buffers(recurse=False) if name not in transient
+        ]
     return slots
 
 

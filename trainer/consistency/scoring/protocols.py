@@ -12,7 +12,8 @@ from rollout.types.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """Under which circumstances tokens are scored. The default is pi_beh: the trainer's numerics, each token at the version of its span, as it was sampled."""
+    """Under which circumstances tokens are scored. The default is pi_beh: the trainer's numerics, each token at the
+    version of its span, as it was sampled."""
 
     version_offset: int = 0
     """Added to the version of every span: -1 asks whether the weights were one step older than the log says."""
@@ -36,7 +37,8 @@ class Rescorer(Protocol):
     """Scores trajectories under given circumstances."""
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
-        """[T] nats each, 0 where not sampled, NaN where it cannot be known (a version that is not held). Never held: [tokens, vocabulary] beyond one chunk.
+        """[T] nats each, 0 where not sampled, NaN where it cannot be known (a version that is not held). Never held:
+        [tokens, vocabulary] beyond one chunk.
 
         Raises:
             UserError: the model cannot do what is asked (routing replay of a dense model).

@@ -1,4 +1,5 @@
-"""What must be computed to score trajectories: prefixes under one policy each, packed into right-padded batches. Numpy only; it knows no model."""
+"""What must be computed to score trajectories: prefixes under one policy each, packed into right-padded batches. Numpy
+only; it knows no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreRow:
-    """Inputs [start, end) of one trajectory, and the tokens that they shall predict. A start above 0 continues over a cache of the inputs before it."""
+    """Inputs [start, end) of one trajectory, and the tokens that they shall predict. A start above 0 continues over a
+    cache of the inputs before it."""
 
     index: int
     """Which trajectory."""
@@ -68,8 +70,11 @@ class ScoreBatch:
     """[N] ids of the tokens that they shall predict."""
 
 
-def prefix_rows(index: int, trajectory: Trajectory, spans: Sequence[tuple[VersionSpan, PolicyVersion]]) -> dict[PolicyVersion, ScoreRow]:
-    """One row a policy: the prefix up to the policy's last token, computed anew. A span at position 0 has nothing to be predicted from there."""
+def prefix_rows(
+    index: int, trajectory: Trajectory, spans: Sequence[tuple[VersionSpan, PolicyVersion]]
+) -> dict[PolicyVersion, ScoreRow]:
+    """One row a policy: the prefix up to the policy's last token, computed anew. A span at position 0 has nothing to be
+    predicted from there."""
     positions: dict[PolicyVersion, list[NDArray[np.int64]]] = {}
     for span, policy in spans:
         positions.setdefault(policy, []).append(np.arange(max(1, span.start), span.end))
@@ -90,7 +95,8 @@ def generations(spans: Sequence[tuple[VersionSpan, PolicyVersion]]) -> list[list
 def continued_rows(
     index: int, trajectory: Trajectory, generation: Sequence[tuple[VersionSpan, PolicyVersion]]
 ) -> list[tuple[PolicyVersion, ScoreRow]]:
-    """One row a span: input p - 1 is read by the weights that sampled token p, over the cache that the rows before it left."""
+    """One row a span: input p - 1 is read by the weights that sampled token p, over the cache that the rows before it
+    left."""
     rows: list[tuple[PolicyVersion, ScoreRow]] = []
     start = 0
     for span, policy in generation:
@@ -103,7 +109,8 @@ def continued_rows(
 
 
 def batches_of(rows: Sequence[ScoreRow], batch_tokens: int) -> list[ScoreBatch]:
-    """All rows, those of like length together, longest first, with rows x longest <= `batch_tokens` (one longer row makes its own)."""
+    """All rows, those of like length together, longest first, with rows x longest <= `batch_tokens` (one longer row
+    makes its own)."""
     batches: list[list[ScoreRow]] = []
     for row in sorted(rows, key=lambda row: -row.length):
         if batches and (len(batches[-1]) + 1) * batches[-1][0].length <= batch_tokens:
@@ -127,8 +134,11 @@ def padded(rows: Sequence[ScoreRow]) -> ScoreBatch:
     )
 
 
-def batch_routing(batch: ScoreBatch, num_experts: int, cell: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
-    """Experts [B*T, blocks, top_k] of the rows' traces and where they can be used [B*T], in the order of `token_ids`; None when no row has a trace.
+def batch_routing(
+    batch: ScoreBatch, num_experts: int, cell: tuple[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
+    """Experts [B*T, blocks, top_k] of the rows' traces and where they can be used [B*T], in the order of `token_ids`;
+    None when no row has a trace.
 
     Rows of a trace that are not covered or not whole keep the model's own routing.
 
@@ -149,8 +159,9 @@ def batch_routing(batch: ScoreBatch, num_experts: int, cell: tuple[int, int]) ->
             continue
         if trace.experts.shape[1:] != cell:
             raise UserError(
-                f"trajectory {row.trajectory.trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, {cell[0]} blocks, top_k {cell[1]}]:"
-                " engine and trainer run different models, or the engine reports other blocks"
+                f"trajectory {row.trajectory.trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, "
+                f"{cell[0]} blocks, top_k {cell[1]}]: engine and trainer run different models, or the engine reports "
+                "other blocks"
             )
         given = trace.experts[row.start : row.end]
         usable = trace.covered[row.start : row.end] & complete_cells(given, num_experts).all(axis=1)

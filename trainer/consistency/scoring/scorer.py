@@ -1,9 +1,10 @@
 """Scores trajectories with the trainer's own numerics, each token at the version that sampled it.
 
-    trajectories -> rows (a prefix under one policy) -> versions, each put into the module once -> padded batches -> log-probs -> [T] a trajectory
+    trajectories -> rows (a prefix under one policy) -> versions, each put into the module once -> padded batches
+    -> log-probs -> [T] a trajectory
 
-The module is the trainer's, without FSDP: parameters in the compute dtype, rotary buffers in float32. It knows no ledger, no verdict and no actor;
-the number of compute threads is its process's (`torch.set_num_threads`).
+The module is the trainer's, without FSDP: parameters in the compute dtype, rotary buffers in float32. It knows no
+ledger, no verdict and no actor; the number of compute threads is its process's (`torch.set_num_threads`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,17 @@ from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneE
 from trainer.consistency.scoring.number_formats import conversion
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.routing import RoutingListener
-from trainer.consistency.scoring.rows import Sampler, ScoreBatch, ScoreRow, batch_routing, batches_of, continued_rows, generations, padded, prefix_rows
+from trainer.consistency.scoring.rows import (
+    Sampler,
+    ScoreBatch,
+    ScoreRow,
+    batch_routing,
+    batches_of,
+    continued_rows,
+    generations,
+    padded,
+    prefix_rows,
+)
 from trainer.consistency.scoring.truncation import truncated_logprobs
 from trainer.model.logprobs import chunked_logprobs
 from trainer.model.policy_model import PolicyModel
@@ -61,7 +72,14 @@ class Scorer:
     """Implements `Rescorer`. Not for two threads at once."""
 
     def __init__(
-        self, model_dir: Path, weights_dir: Path, dtype: str, chunk_tokens: int, batch_tokens: int, max_versions: int, device: torch.device
+        self,
+        model_dir: Path,
+        weights_dir: Path,
+        dtype: str,
+        chunk_tokens: int,
+        batch_tokens: int,
+        max_versions: int,
+        device: torch.device,
     ) -> None:
         """Load version 0.
 
@@ -77,7 +95,12 @@ class Scorer:
             UserError: `model_dir` does not hold what its config says.
         """
         self._versions = HeldVersions(
-            model_dir=model_dir, weights_dir=weights_dir, dtype=dtype, chunk_tokens=chunk_tokens, max_versions=max_versions, device=device
+            model_dir=model_dir,
+            weights_dir=weights_dir,
+            dtype=dtype,
+            chunk_tokens=chunk_tokens,
+            max_versions=max_versions,
+            device=device,
         )
         self._model = self._versions.model
         self._batch_tokens, self._device = batch_tokens, device
@@ -107,10 +130,11 @@ class Scorer:
         return dict(self._unknown)
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Scores:
-        """[T] nats each, 0 where not sampled, NaN where it cannot be known: the version is not to be had (`unknown` says why), or nothing precedes the token.
+        """[T] nats each, 0 where not sampled, NaN where it cannot be known: the version is not to be had (`unknown`
+        says why), or nothing precedes the token.
 
-        Every version is put into the module once a call, but with `keep_kv` once a span that follows another version's within a generation. Tokens
-        behind a span whose version is unknown are then unknown too, as the cache is.
+        Every version is put into the module once a call, but with `keep_kv` once a span that follows another version's
+        within a generation. Tokens behind a span whose version is unknown are then unknown too, as the cache is.
 
         Raises:
             UserError: the model cannot do what is asked (routing replay of a dense model).
@@ -132,11 +156,14 @@ class Scorer:
             self._score_continued(scores, rows, sampler, options)
         return scores
 
-    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[_Scores, list[RoutingAgreement | None]]:
-        """`score`, and how far each trajectory's trace agrees with the experts that this module chooses for the scored tokens, each at its own version.
+    def score_with_routing(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[_Scores, list[RoutingAgreement | None]]:
+        """`score`, and how far each trajectory's trace agrees with the experts that this module chooses for the scored
+        tokens, each at its own version.
 
-        None where a trajectory has no trace, nothing of it was scored, or the model is dense. Under `replay_routing` the experts compared are still those that
-        the routers choose by themselves.
+        None where a trajectory has no trace, nothing of it was scored, or the model is dense. Under `replay_routing`
+        the experts compared are still those that the routers choose by themselves.
 
         Raises:
             UserError: as `score`; or a router tells no logits.
@@ -151,7 +178,8 @@ class Scorer:
         return scores, agreements or [None] * len(trajectories)
 
     def canary_score(self, token_ids: NDArray[np.int32], policy: PolicyVersion) -> NDArray[np.float32]:
-        """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be had (`unknown` says why)."""
+        """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be
+        had (`unknown` says why)."""
         self._unknown = {}
         if not self._activate(policy):
             return np.full(token_ids.size - 1, np.nan, dtype=np.float32)
@@ -201,7 +229,9 @@ class Scorer:
         convert = conversion(self._model.causal_lm, options, self._versions.dtype)
         return nullcontext() if convert is None else self._versions.converted(convert)
 
-    def _score_continued(self, scores: _Scores, rows: Iterable[tuple[PolicyVersion, ScoreRow]], sampler: Sampler, options: ScoreOptions) -> None:
+    def _score_continued(
+        self, scores: _Scores, rows: Iterable[tuple[PolicyVersion, ScoreRow]], sampler: Sampler, options: ScoreOptions
+    ) -> None:
         cache = DynamicCache(config=cast(Any, self._model.causal_lm).config)
         for policy, row in rows:
             if not self._activate(policy):
@@ -210,9 +240,13 @@ class Scorer:
             with self._number_format(options):
                 _write(scores, batch, self._forward(batch, sampler, options, cache))
 
-    def _forward(self, batch: ScoreBatch, sampler: Sampler, options: ScoreOptions, cache: DynamicCache | None = None) -> NDArray[np.float32]:
+    def _forward(
+        self, batch: ScoreBatch, sampler: Sampler, options: ScoreOptions, cache: DynamicCache | None = None
+    ) -> NDArray[np.float32]:
         """[N] log-probs of the batch's targets under the active weights; a cache is read and extended."""
-        token_ids, positions, targets = (self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets))
+        token_ids, positions, targets = (
+            self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets)
+        )
         with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
             if cache is None and not sampler.truncates:
                 logprobs = self._model(token_ids, positions, targets, sampler.temperature)[0]
@@ -248,7 +282,10 @@ class Scorer:
             return
         model, counts = self._model.causal_lm, self._counts()
         if counts is None:
-            raise UserError(f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture of experts")
+            raise UserError(
+                f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture"
+                " of experts"
+            )
         self._replay = _Replay(RoutingReplay(model, *counts), counts[0], (len(find_routers(model)), counts[1]))
 
     def _routing(self, batch: ScoreBatch, options: ScoreOptions) -> AbstractContextManager[object]:

@@ -12,8 +12,8 @@ from trainer.consistency.scoring.rows import Sampler
 def truncated_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, sampler: Sampler, chunk_tokens: int) -> Tensor:
     """[N] log-probs of `targets` in nats, float32 (float64 for float64 inputs), without gradient.
 
-    Whether a token at the rim was kept hangs on rounding, and the engine did draw it: a target that this computation would have cut is added
-    to the tokens that were kept, instead of becoming impossible.
+    Whether a token at the rim was kept hangs on rounding, and the engine did draw it: a target that this computation
+    would have cut is added to the tokens that were kept, instead of becoming impossible.
 
     Args:
         hidden: [N, H] states behind the final norm.

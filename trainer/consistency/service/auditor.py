@@ -1,6 +1,9 @@
-"""One batch of stored groups becomes evidence: decode -> structure and versions -> scores -> gap and attribution a replica -> verdict a trajectory.
+"""One batch of stored groups becomes evidence.
 
-Owns that order. It runs inside a service actor and must never know actors, the loop or the store: groups come in encoded, evidence goes out as annotations.
+    decode -> structure and versions -> scores -> gap and attribution a replica -> verdict a trajectory
+
+Owns that order. It runs inside a service actor and must never know actors, the loop or the store: groups come in
+encoded, evidence goes out as annotations.
 """
 
 import time
@@ -34,7 +37,16 @@ from trainer.consistency.service.report import AuditContext, AuditReport, GroupV
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
 from trainer.consistency.service.verdicts import Decision, decide
 from trainer.model.model_dir import ModelFacts, check_model_dir
-from trainer.types.evidence import Attribution, Check, Finding, GroupEvidence, Severity, TrajectoryEvidence, decode_evidence, encode_evidence
+from trainer.types.evidence import (
+    Attribution,
+    Check,
+    Finding,
+    GroupEvidence,
+    Severity,
+    TrajectoryEvidence,
+    decode_evidence,
+    encode_evidence,
+)
 from trainer.types.histograms import LOG_RATIO_EDGES, bucket_counts
 
 Scores = list[NDArray[np.float32]]
@@ -43,8 +55,11 @@ Scores = list[NDArray[np.float32]]
 class ServiceScorer(Rescorer, Protocol):
     """A rescorer that says what it holds."""
 
-    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[Scores, list[RoutingAgreement | None]]:
-        """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to compare."""
+    def score_with_routing(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[Scores, list[RoutingAgreement | None]]:
+        """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to
+        compare."""
         ...
 
     @property
@@ -100,7 +115,9 @@ class _Counted:
         self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
         return self._scorer.score(trajectories, options)
 
-    def score_with_routing(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> tuple[Scores, list[RoutingAgreement | None]]:
+    def score_with_routing(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[Scores, list[RoutingAgreement | None]]:
         self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
         return self._scorer.score_with_routing(trajectories, options)
 
@@ -128,7 +145,9 @@ class Auditor:
         self._scorer, self._config, self._run = scorer, config, run
         self._routing_expected = run.returns_routing and run.model.is_moe
 
-    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+    def audit(
+        self, groups: StoredGroups, context: AuditContext, kind: str
+    ) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """The report for the driver, and the evidence of every group as an annotation of `kind`.
 
         Raises:
@@ -142,7 +161,10 @@ class Auditor:
         gaps = [self._gap(facts[replica], mine, counted) for replica, mine in _by_replica(scored).items()]
         attributions = {gap.replica: gap.attribution for gap in gaps}
         before = [decode_evidence(verdict) if verdict else None for verdict in groups.verdicts]
-        evidence = [keep_quarantines(new, old) for new, old in zip(self._evidence(decoded, scored, attributions), before, strict=True)]
+        evidence = [
+            keep_quarantines(new, old)
+            for new, old in zip(self._evidence(decoded, scored, attributions), before, strict=True)
+        ]
         report = AuditReport(
             groups=tuple(_verdict(each) for each in evidence),
             gaps=tuple(gaps),
@@ -151,9 +173,13 @@ class Auditor:
             held_versions=len(self._scorer.held),
             held_bytes=self._scorer.held_bytes,
         )
-        return report, tuple(Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence)
+        return report, tuple(
+            Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence
+        )
 
-    def _score(self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: _Counted) -> list[_Scored]:
+    def _score(
+        self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: _Counted
+    ) -> list[_Scored]:
         reader, asked = self._run.prompts, dict[str, NDArray[np.int32]]()
         if reader is not None:
             asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
@@ -164,7 +190,11 @@ class Auditor:
                 trajectory=trajectory,
                 findings=(
                     *self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed),
-                    *(check_routing(trajectory, routing, expected=self._routing_expected) if self._run.model.is_moe else ()),
+                    *(
+                        check_routing(trajectory, routing, expected=self._routing_expected)
+                        if self._run.model.is_moe
+                        else ()
+                    ),
                 ),
                 scores=values,
                 routing=routing,
@@ -172,25 +202,40 @@ class Auditor:
             for trajectory, values, routing in zip(trajectories, scores, routings, strict=True)
         ]
 
-    def _check(self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]) -> tuple[Finding, ...]:
+    def _check(
+        self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]
+    ) -> tuple[Finding, ...]:
         newest = max(committed, default=trajectory.version_spans[0].policy)
         return (
             *check_trajectory(trajectory, self._run.model.vocab_size, self._run.bos_id),
-            *(() if prompt_ids is None or self._run.prompts is None else self._run.prompts.check(prompt_ids, trajectory)),
+            *(
+                ()
+                if prompt_ids is None or self._run.prompts is None
+                else self._run.prompts.check(prompt_ids, trajectory)
+            ),
             *check_versions(trajectory, known=committed, committed=newest),
         )
 
     def _limits(self, trajectory: Trajectory) -> GapLimits:
         tag = trajectory.tag
-        return self._config.limits or default_limits(tag.weights_dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic)
+        return self._config.limits or default_limits(
+            tag.weights_dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic
+        )
 
     def _gap(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer) -> ReplicaGap:
         """One replica's gap over all its trajectories of the batch, and its attribution when it is out of bounds."""
         limits, summary = self._limits(scored[0].trajectory), _summary(scored)
-        findings = [*(finding for each in scored for finding in each.findings), *check_gap(summary, limits, facts.baseline)]
+        findings = [
+            *(finding for each in scored for finding in each.findings),
+            *check_gap(summary, limits, facts.baseline),
+        ]
         attribution = None
         broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in findings)
-        if summary.num_tokens and (broken or summary.mean_abs > gap_floor(limits, facts.baseline) or any(f.code == "gap_tail" for f in findings)):
+        if summary.num_tokens and (
+            broken
+            or summary.mean_abs > gap_floor(limits, facts.baseline)
+            or any(f.code == "gap_tail" for f in findings)
+        ):
             attribution = self._attribute(facts, scored, scorer, limits)
         d = np.concatenate([(each.scores - each.trajectory.rollout_logprobs)[each.mask] for each in scored])
         return ReplicaGap(
@@ -213,19 +258,31 @@ class Auditor:
         )
 
     def _tokens_without_trace(self, scored: Sequence[_Scored]) -> int:
-        return sum(each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None)
+        return sum(
+            each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None
+        )
 
     def _rounding(self, scored: Sequence[_Scored], scorer: Rescorer) -> float:
-        """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in every gap."""
+        """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in
+        every gap."""
         if self._run.trainer_dtype == "float32":
             return 0.0
         exact = scorer.score([each.trajectory for each in scored], replace(self._run.options, dtype="float32"))
-        differences = np.concatenate([(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)])
+        differences = np.concatenate(
+            [(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)]
+        )
         return float(np.abs(differences).mean()) if differences.size else 0.0
 
-    def _attribute(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits) -> Attribution | None:
-        """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few must not drown in the rest."""
-        worst = [each for each in scored if any(f.severity is Severity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None)))]
+    def _attribute(
+        self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits
+    ) -> Attribution | None:
+        """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few
+        must not drown in the rest."""
+        worst = [
+            each
+            for each in scored
+            if any(f.severity is Severity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None)))
+        ]
         asked = worst or list(scored)
         known = AttributionFacts(
             structure=tuple(finding for each in asked for finding in each.findings),
@@ -236,7 +293,14 @@ class Auditor:
             through_text=None if self._run.prompts is None else self._run.prompts.through_text,
         )
         behaviour = [np.where(np.isfinite(each.scores), each.scores, np.float32(np.nan)) for each in asked]
-        return attribute([each.trajectory for each in asked], known, scorer, limits, max_tokens=self._config.batch_tokens, behaviour=behaviour)
+        return attribute(
+            [each.trajectory for each in asked],
+            known,
+            scorer,
+            limits,
+            max_tokens=self._config.batch_tokens,
+            behaviour=behaviour,
+        )
 
     def _evidence(
         self, groups: Sequence[TrajectoryGroup], scored: Sequence[_Scored], attributions: dict[int, Attribution | None]
@@ -343,15 +407,22 @@ def _quantiles(gaps: NDArray[np.float32]) -> tuple[float, float, float]:
 
 
 def _token_gaps(scored: _Scored) -> NDArray[np.float32]:
-    """[T] |d| in nats, 0 where not sampled, NaN where sampled and not scored. Nothing predicts the first token, so nothing is missing there."""
-    gaps = np.abs(np.where(scored.trajectory.sampled, scored.scores - scored.trajectory.rollout_logprobs, np.float32(0)))
+    """[T] |d| in nats, 0 where not sampled, NaN where sampled and not scored. Nothing predicts the first token, so
+    nothing is missing there."""
+    gaps = np.abs(
+        np.where(scored.trajectory.sampled, scored.scores - scored.trajectory.rollout_logprobs, np.float32(0))
+    )
     gaps[0] = 0.0
     return gaps
 
 
 def _without_long_positions(finding: Finding) -> Finding:
     """Evidence names the first positions only: a finding about a whole trajectory need not list it."""
-    return replace(finding, positions=finding.positions[:_MAX_POSITIONS]) if len(finding.positions) > _MAX_POSITIONS else finding
+    return (
+        replace(finding, positions=finding.positions[:_MAX_POSITIONS])
+        if len(finding.positions) > _MAX_POSITIONS
+        else finding
+    )
 
 
 _MAX_POSITIONS = 16

@@ -1,4 +1,5 @@
-"""What passes between the driver and the service: who is asked about, and what came out, in ids and numbers, never tokens. Torch-free."""
+"""What passes between the driver and the service: who is asked about, and what came out, in ids and numbers, never
+tokens. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ class GroupVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingFacts:
-    """How far a replica's experts are those of the trainer, over rows that predict a scored token. Without a compared row the fractions are NaN."""
+    """How far a replica's experts are those of the trainer, over rows that predict a scored token. Without a compared
+    row the fractions are NaN."""
 
     num_rows: int
     """Rows compared."""
@@ -94,7 +96,8 @@ class ReplicaGap:
     attribution: Attribution | None
     """None while the gap is within limits."""
     trainer_rounding: float | None = None
-    """Mean |difference| of the trainer's log-probs from its own in float32, nats; measured with the replica's baseline only."""
+    """Mean |difference| of the trainer's log-probs from its own in float32, nats; measured with the replica's baseline
+    only."""
     abs_quantiles: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """50 %, 90 % and 99 % quantile of |d_engine|, nats; 0 without a scored token."""
     log_ratios: BucketCounts = NO_LOG_RATIOS

@@ -1,4 +1,5 @@
-"""From findings to a verdict: what may be done with a trajectory, which tokens leave its loss, and which ones deserve a closer look.
+"""From findings to a verdict: what may be done with a trajectory, which tokens leave its loss, and which ones deserve a
+closer look.
 
 It owns that mapping alone and must never know how a finding came about. Pure numpy.
 """
@@ -18,7 +19,12 @@ OnFail = Literal["observe", "mask", "reject", "quarantine"]
 MAX_SUSPECTS = 8
 """Suspects of one trajectory."""
 _OTHER_TOKENS = (Check.STRUCTURE, Check.TOKENIZER)
-_VERDICTS = {"observe": Verdict.ACCEPT, "mask": Verdict.MASK, "reject": Verdict.REJECT, "quarantine": Verdict.QUARANTINE}
+_VERDICTS = {
+    "observe": Verdict.ACCEPT,
+    "mask": Verdict.MASK,
+    "reject": Verdict.REJECT,
+    "quarantine": Verdict.QUARANTINE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,11 +49,13 @@ def decide(
     token_bound: float,
     suspect_bound: float = TAIL_NATS,
 ) -> Decision:
-    """Other tokens or a broken structure reject whatever `on_fail` says: no weight repairs them. Any other failure does what `on_fail` says. Warnings and open
-    questions alone accept; both stay among the findings, and tokens that nobody could score add one of their own.
+    """Other tokens or a broken structure reject whatever `on_fail` says: no weight repairs them. Any other failure does
+    what `on_fail` says. Warnings and open questions alone accept; both stay among the findings, and tokens that nobody
+    could score add one of their own.
 
-    Under `mask` leave the loss: the positions of failed findings (every token where one names none); and where the gap failed, every token beyond `token_bound`
-    and every one that was not scored, so that the tokens which stay are known to lie within the bound.
+    Under `mask` leave the loss: the positions of failed findings (every token where one names none); and where the gap
+    failed, every token beyond `token_bound` and every one that was not scored, so that the tokens which stay are known
+    to lie within the bound.
 
     Args:
         findings: of structure, tokenizer, semantics, versions, routing, evidence.
@@ -61,7 +69,9 @@ def decide(
         ValueError: `gaps` is not [T], or a bound is not positive.
     """
     if gaps.ndim != 1 or not (token_bound > 0.0 and suspect_bound > 0.0):
-        raise ValueError(f"got gaps {gaps.shape}, bounds {token_bound} and {suspect_bound}; expected [T] and positive nats")
+        raise ValueError(
+            f"got gaps {gaps.shape}, bounds {token_bound} and {suspect_bound}; expected [T] and positive nats"
+        )
     kept = (*findings, *gap_findings, *_unscored(gaps, (*findings, *gap_findings)))
     failed = [finding for finding in kept if finding.severity is Severity.FAIL]
     verdict = Verdict.ACCEPT
@@ -78,14 +88,26 @@ def decide(
 def _unscored(gaps: NDArray[np.floating], findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Tokens without a score are an open question, unless a finding has asked it already."""
     positions = np.flatnonzero(np.isnan(gaps))
-    if positions.size == 0 or any(finding.severity is Severity.INCOMPLETE and finding.check is Check.EVIDENCE for finding in findings):
+    if positions.size == 0 or any(
+        finding.severity is Severity.INCOMPLETE and finding.check is Check.EVIDENCE for finding in findings
+    ):
         return ()
     detail = f"{positions.size} sampled tokens have no score at their version; expected one each"
     positions_of = tuple(int(position) for position in positions)
-    return (Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code="tokens_not_scored", detail=detail, positions=positions_of),)
+    return (
+        Finding(
+            check=Check.EVIDENCE,
+            severity=Severity.INCOMPLETE,
+            code="tokens_not_scored",
+            detail=detail,
+            positions=positions_of,
+        ),
+    )
 
 
-def _masked(findings: Sequence[Finding], gap_findings: Sequence[Finding], gaps: NDArray[np.floating], token_bound: float) -> NDArray[np.bool_]:
+def _masked(
+    findings: Sequence[Finding], gap_findings: Sequence[Finding], gaps: NDArray[np.floating], token_bound: float
+) -> NDArray[np.bool_]:
     masked = np.zeros(gaps.shape, dtype=np.bool_)
     for finding in findings:
         if finding.severity is Severity.FAIL:

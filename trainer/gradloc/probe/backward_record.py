@@ -1,4 +1,5 @@
-"""What backward tells of a step while it runs, so that a search needs fewer passes: norms of parts and pulls of terms. Layer 3 of diagnosis."""
+"""What backward tells of a step while it runs, so that a search needs fewer passes: norms of parts and pulls of terms.
+Layer 3 of diagnosis."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,8 @@ class BackwardRecord:
 
     @contextmanager
     def recording(self, micro_batch: int) -> Generator[None]:
-        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first."""
+        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of
+        the first."""
         with ExitStack() as stack:
             for part in (self._norms, self._pulls):
                 if part is not None:
@@ -42,8 +44,8 @@ class BackwardRecord:
         missing = sorted(set(range(num_micro_batches)) - self._recorded)
         if missing:
             raise UserError(
-                f"got a record without micro-batch {missing[0]} of {num_micro_batches}; run the backward pass of every micro-batch of the step inside "
-                "`with record.recording(number):`, or hand over no record"
+                f"got a record without micro-batch {missing[0]} of {num_micro_batches}; run the backward pass of every "
+                "micro-batch of the step inside `with record.recording(number):`, or hand over no record"
             )
         try:
             yield

@@ -1,7 +1,9 @@
-"""The norm of each rank's part of each micro-batch, taken while backward has it whole, so that a search needs no pass for it. Layer 3 of diagnosis.
+"""The norm of each rank's part of each micro-batch, taken while backward has it whole, so that a search needs no pass
+for it. Layer 3 of diagnosis.
 
-Backward leaves the gradient of this rank and this micro-batch on the gathered parameter, for the moment before FSDP2 reduces and scatters it; a hook on the
-parameter reads it there. That holds on any number of ranks, one included. It knows no search and no loss.
+Backward leaves the gradient of this rank and this micro-batch on the gathered parameter, for the moment before FSDP2
+reduces and scatters it; a hook on the parameter reads it there. That holds on any number of ranks, one included. It
+knows no search and no loss.
 """
 
 from collections.abc import Generator
@@ -41,15 +43,16 @@ class PartNorms:
 
     @contextmanager
     def recording(self, micro_batch: int) -> Generator[None]:
-        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first.
+        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of
+        the first.
 
         Raises:
             UserError: gradients of an earlier micro-batch are still there, unreduced, and would be measured with it.
         """
         if any(parameter.grad is not None for parameter in self._hooked.values()):
             raise UserError(
-                "got gradients of an earlier micro-batch that were not reduced; a search needs those of each micro-batch: "
-                "leave out set_requires_gradient_sync(False), or hand over no record"
+                "got gradients of an earlier micro-batch that were not reduced; a search needs those of each "
+                "micro-batch: leave out set_requires_gradient_sync(False), or hand over no record"
             )
         self._seen = []
         try:
@@ -75,7 +78,9 @@ class PartNorms:
 
     def _find(self, handles: list[RemovableHandle], unit: nn.Module, _args: object) -> None:
         """The unit's parameters are gathered now, and the objects stay the same from here on."""
-        found = [p for p in unit.parameters() if p.requires_grad and not isinstance(p, DTensor) and id(p) not in self._hooked]
+        found = [
+            p for p in unit.parameters() if p.requires_grad and not isinstance(p, DTensor) and id(p) not in self._hooked
+        ]
         waiting: list[Tensor] = []
         self._waiting.append(waiting)
         for parameter in found:

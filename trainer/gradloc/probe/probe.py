@@ -1,7 +1,9 @@
-"""Measures gradients of chosen token terms of a live FSDP2 step, and leaves no trace. Layer 3 of diagnosis. It knows no search and no optimizer.
+"""Measures gradients of chosen token terms of a live FSDP2 step, and leaves no trace. Layer 3 of diagnosis. It knows no
+search and no optimizer.
 
-Inside `with probe:` the step's gradient is set aside and every parameter's `.grad` is the probe's; afterwards the very same tensors are back, and so is the
-random state. In memory: the step's gradient, the probe's, and at most one that is held for subtraction, all sharded.
+Inside `with probe:` the step's gradient is set aside and every parameter's `.grad` is the probe's; afterwards the very
+same tensors are back, and so is the random state. In memory: the step's gradient, the probe's, and at most one that is
+held for subtraction, all sharded.
 """
 
 import math
@@ -38,7 +40,12 @@ class TokenLoss(Protocol):
         ...
 
     def __call__(
-        self, model: PolicyModel, tokens: LossTokens, temperature: float, source: OldLogprobSource, only: Tensor | None = None
+        self,
+        model: PolicyModel,
+        tokens: LossTokens,
+        temperature: float,
+        source: OldLogprobSource,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The scalar loss with its graph, and anything."""
         ...
@@ -68,7 +75,15 @@ class GradientProbe:
     """A `StepProbe` over one step. Every method but `cost` and `holds` is collective."""
 
     def __init__(
-        self, model: PolicyModel, loss: TokenLoss, ranks: Ranks, step: StepData, table: StepTerms, *, eps: float, cut: bool = True
+        self,
+        model: PolicyModel,
+        loss: TokenLoss,
+        ranks: Ranks,
+        step: StepData,
+        table: StepTerms,
+        *,
+        eps: float,
+        cut: bool = True,
     ) -> None:
         """`eps` is that of the dtype which computes.
 
@@ -83,8 +98,9 @@ class GradientProbe:
         random = draws_random_numbers(model)
         if random and len(step.random_states) != len(step.micro_batches):
             raise UserError(
-                f"the model has dropout, and {len(step.random_states)} random states came for {len(step.micro_batches)} micro-batches; "
-                "take `RandomState.take(device)` before each micro-batch's forward pass and hand them over, or set dropout to 0"
+                f"the model has dropout, and {len(step.random_states)} random states came for {len(step.micro_batches)}"
+                " micro-batches; take `RandomState.take(device)` before each micro-batch's forward pass and hand them "
+                "over, or set dropout to 0"
             )
         self.additive = not random
         self._rows = RowsConfig(whole=random, coupled=loss.couples_tokens, cut=cut)
@@ -104,7 +120,9 @@ class GradientProbe:
         self._drop()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             reshard(self._model)  # an interrupted pass leaves parameters gathered
         for parameter, gradient in zip(self._parameters, self._aside, strict=True):
@@ -118,7 +136,8 @@ class GradientProbe:
         return num_passes(terms, self._table, self._rows)
 
     def norm(self, terms: Terms) -> float:
-        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite. That of no terms is 0, without a pass."""
+        """L2 norm of the gradient of these terms, over all ranks; NaN where it or their loss is not finite. That of no
+        terms is 0, without a pass."""
         self._drop()
         if not terms.size:
             self._last = terms
@@ -152,7 +171,10 @@ class GradientProbe:
             self._take_last(terms)
         elif terms.size == self._table.position.size:
             self._held = None  # before the copy, not beside it
-            self._held = (terms, [None if gradient is None else gradient.clone() for gradient in self._step_gradients()])
+            self._held = (
+                terms,
+                [None if gradient is None else gradient.clone() for gradient in self._step_gradients()],
+            )
         else:
             self._held = None
             self.norm(terms)
@@ -227,20 +249,27 @@ class GradientProbe:
         return self._reduced(terms, there, norms)
 
     def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
-        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single term the blocks are noted.
+        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single
+        term the blocks are noted.
 
         Args:
             loss: this rank's; where the sum is not finite, neither is the answer.
         """
         squares = np.zeros(len(self._parameters))
         if there:
-            squares[there] = np.square(np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())))
+            squares[there] = np.square(
+                np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist()))
+            )
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
         total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
         *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
         if terms is not None and terms.size == 1:
-            self.leaf_blocks[int(terms[0])] = tuple((block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True))
-        return math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
+            self.leaf_blocks[int(terms[0])] = tuple(
+                (block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True)
+            )
+        return (
+            math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
+        )
 
 
 def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:

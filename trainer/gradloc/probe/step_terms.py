@@ -1,4 +1,5 @@
-"""Every token term of a step's loss, on all ranks, as one table. Layer 3 of diagnosis. It knows no gradient and no model."""
+"""Every token term of a step's loss, on all ranks, as one table. Layer 3 of diagnosis. It knows no gradient and no
+model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,8 +89,15 @@ def step_terms(ranks: Sequence[RankTerms]) -> StepTerms:
     """
     numbers = sorted({len(rank.rows) for rank in ranks})
     if len(numbers) != 1:
-        raise ValueError(f"got ranks with {numbers} micro-batches; every rank must have the same number: give the others one filler row without a loss token")
-    parts = [(m, r, ranks[r].rows[m], ranks[r].positions[m], ranks[r].weights[m]) for m in range(numbers[0]) for r in range(len(ranks))]
+        raise ValueError(
+            f"got ranks with {numbers} micro-batches; every rank must have the same number: give the others one filler "
+            "row without a loss token"
+        )
+    parts = [
+        (m, r, ranks[r].rows[m], ranks[r].positions[m], ranks[r].weights[m])
+        for m in range(numbers[0])
+        for r in range(len(ranks))
+    ]
     sizes = [rows.size for _, _, rows, _, _ in parts]
     return StepTerms(
         micro_batch=np.repeat(np.array([part[0] for part in parts], dtype=np.int32), sizes),

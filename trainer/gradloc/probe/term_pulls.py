@@ -1,7 +1,9 @@
-"""How hard each token term pulls at its own log-prob, taken while backward runs: which terms a search looks at first. Layer 3 of diagnosis.
+"""How hard each token term pulls at its own log-prob, taken while backward runs: which terms a search looks at first.
+Layer 3 of diagnosis.
 
-The gradient of a term is its pull times what its log-prob does to the weights. Terms differ by powers of ten in the first and little in the second, so the
-term that makes a spike is nearly always the one that pulls hardest. It is an order only: a search measures what it reports. It knows no search and no loss.
+The gradient of a term is its pull times what its log-prob does to the weights. Terms differ by powers of ten in the
+first and little in the second, so the term that makes a spike is nearly always the one that pulls hardest. It is an
+order only: a search measures what it reports. It knows no search and no loss.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,7 +21,8 @@ LIKELY_SHARE = 0.1
 """A term is looked at first if this share of the squared pulls, of it and all that pull less, is its own."""
 
 Pulls = NDArray[np.float32]
-"""[N] |d loss / d log-prob| x (1 - probability) of a micro-batch's terms, in their order: the gradient at the logits, up to a factor between 1 and sqrt 2."""
+"""[N] |d loss / d log-prob| x (1 - probability) of a micro-batch's terms, in their order: the gradient at the logits,
+up to a factor between 1 and sqrt 2."""
 
 
 class TermPulls:
@@ -33,7 +36,8 @@ class TermPulls:
 
     @contextmanager
     def recording(self, micro_batch: int) -> Generator[None]:
-        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of the first."""
+        """The backward pass of this micro-batch of the step runs inside; a second one in its place counts instead of
+        the first."""
         self._seen = []
         try:
             yield
@@ -46,9 +50,12 @@ class TermPulls:
         self._recorded.clear()
 
     def values(self, sizes: Sequence[int]) -> tuple[Pulls, ...] | None:
-        """Of the step's first micro-batches, which have so many terms; None where backward did not go once through the log-probs of just these."""
+        """Of the step's first micro-batches, which have so many terms; None where backward did not go once through the
+        log-probs of just these."""
         recorded = [self._recorded.get(number, []) for number in range(len(sizes))]
-        pulls = tuple(np.concatenate([np.zeros(0, dtype=np.float32), *(one.cpu().numpy() for one in seen)]) for seen in recorded)
+        pulls = tuple(
+            np.concatenate([np.zeros(0, dtype=np.float32), *(one.cpu().numpy() for one in seen)]) for seen in recorded
+        )
         return pulls if all(pull.size == size for pull, size in zip(pulls, sizes, strict=True)) else None
 
     def _watch(self, _model: nn.Module, _args: object, output: tuple[Tensor, Tensor]) -> None:
@@ -67,7 +74,8 @@ def in_order_of_terms(of_ranks: Sequence[tuple[Pulls, ...]]) -> Pulls:
 
 
 def likely_terms(pulls: Pulls, most: int) -> NDArray[np.int64]:
-    """Terms, the hardest first, each of which pulls for `LIKELY_SHARE` of itself and all after it or more; none where a pull is not finite."""
+    """Terms, the hardest first, each of which pulls for `LIKELY_SHARE` of itself and all after it or more; none where a
+    pull is not finite."""
     squares = np.square(pulls.astype(np.float64))
     left = float(squares.sum())
     if not np.isfinite(left) or left == 0:

@@ -1,4 +1,5 @@
-"""Chosen token terms as micro-batches: only the rows in question, up to the last token in question. Layer 3 of diagnosis; numpy only, it runs nothing."""
+"""Chosen token terms as micro-batches: only the rows in question, up to the last token in question. Layer 3 of
+diagnosis; numpy only, it runs nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,10 @@ def num_passes(terms: Terms, table: StepTerms, config: RowsConfig) -> int:
         return 0
     if config.whole or not config.cut:
         return int(np.unique(table.micro_batch[terms]).size)
-    return max(len(_packed(_rows_of(terms[table.rank[terms] == rank], table, config), table)) for rank in np.unique(table.rank[terms]))
+    return max(
+        len(_packed(_rows_of(terms[table.rank[terms] == rank], table, config), table))
+        for rank in np.unique(table.rank[terms])
+    )
 
 
 def rank_passes(terms: Terms, table: StepTerms, config: RowsConfig, rank: int, own: Sequence[MicroBatch]) -> list[Pass]:
@@ -94,14 +98,18 @@ def _whole(micro_batch: int, chosen: NDArray[np.bool_] | None, own: Sequence[Mic
 def _rows_of(terms: Terms, table: StepTerms, config: RowsConfig) -> list[_Row]:
     """Rows that hold the terms, the widest first; a coupled row reaches to its last loss token."""
     widths: dict[tuple[int, int], int] = {}
-    for m, row, position in zip(table.micro_batch[terms].tolist(), table.row[terms].tolist(), table.position[terms].tolist(), strict=True):
+    for m, row, position in zip(
+        table.micro_batch[terms].tolist(), table.row[terms].tolist(), table.position[terms].tolist(), strict=True
+    ):
         widths[m, row] = position + 1  # positions of a row rise
     if config.coupled and terms.size:
         rank = int(table.rank[terms[0]])
         for m, row in widths:
             whole = (table.micro_batch == m) & (table.rank == rank) & (table.row == row)
             widths[m, row] = int(table.position[whole].max()) + 1
-    return sorted((_Row(m, row, width) for (m, row), width in widths.items()), key=lambda r: (-r.width, r.micro_batch, r.row))
+    return sorted(
+        (_Row(m, row, width) for (m, row), width in widths.items()), key=lambda r: (-r.width, r.micro_batch, r.row)
+    )
 
 
 def _packed(rows: list[_Row], table: StepTerms) -> list[list[_Row]]:
@@ -117,7 +125,11 @@ def _packed(rows: list[_Row], table: StepTerms) -> list[list[_Row]]:
 
 def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[MicroBatch], config: RowsConfig) -> Pass:
     shape = (len(rows), rows[0].width)
-    token_ids, mask, wanted = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+    token_ids, mask, wanted = (
+        np.zeros(shape, dtype=np.int64),
+        np.zeros(shape, dtype=np.bool_),
+        np.zeros(shape, dtype=np.bool_),
+    )
     old, rollout = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
     for index, row in enumerate(rows):
         micro, columns = own[row.micro_batch], slice(0, row.width)
@@ -136,7 +148,10 @@ def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[M
         token_weights=np.array([own[row.micro_batch].token_weights[row.row] for row in rows], dtype=np.float32),
         trajectory_ids=tuple(own[row.micro_batch].trajectory_ids[row.row] for row in rows),
         lengths=lengths,
-        routing=tuple(_cut_routing(own[row.micro_batch].routing[row.row], length) for row, length in zip(rows, lengths, strict=True)),
+        routing=tuple(
+            _cut_routing(own[row.micro_batch].routing[row.row], length)
+            for row, length in zip(rows, lengths, strict=True)
+        ),
     )
     return Pass(rows=batch, chosen=wanted if config.coupled else None, source=None)
 

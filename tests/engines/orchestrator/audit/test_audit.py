@@ -1,4 +1,5 @@
-"""`concord audit` on dumps of a real small model: sound ones pass in every layout and format, and each fault is found, named by row and column, and counted."""
+"""`concord audit` on dumps of a real small model: sound ones pass in every layout and format, and each fault is found,
+named by row and column, and counted."""
 
 import json
 import subprocess
@@ -10,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.consistency.audit_room import PROMPT, Audits, Row, Sequences, completion_rows, kinds, next_token_rows, sample, token_rows, write_dump
+from support.consistency.audit_room import (
+    PROMPT,
+    Audits,
+    Row,
+    Sequences,
+    completion_rows,
+    kinds,
+    next_token_rows,
+    sample,
+    token_rows,
+    write_dump,
+)
 from support.trainer.torch_models import Reference, manifest_of
 from support.trainer.trainer_room import write_model
 from typer.testing import CliRunner
@@ -53,15 +65,25 @@ def test_a_sound_dump_passes_in_every_layout_and_format(audits: Audits, sequence
     sampled = sum(logprobs.size for logprobs in sequences.logprobs)
     assert status == 0 and document["result"] == "pass"
     checked = document["checked"]
-    assert (checked["rows"], checked["rows_scored"], checked["sampled_tokens"], checked["scored_tokens"]) == (6, 6, sampled, sampled)
+    assert (checked["rows"], checked["rows_scored"], checked["sampled_tokens"], checked["scored_tokens"]) == (
+        6,
+        6,
+        sampled,
+        sampled,
+    )
     assert document["metrics"]["num_tokens"] == sampled and document["metrics"]["abs_difference_mean"] < 1e-5
-    assert set(kinds(document)) == {"version_missing"} and kinds(document)["version_missing"]["severity"] == "incomplete"
+    assert (
+        set(kinds(document)) == {"version_missing"} and kinds(document)["version_missing"]["severity"] == "incomplete"
+    )
     assert document["attribution"] is None
 
 
 def test_columns_may_have_other_names(audits: Audits, sequences: Sequences):
     names = {"prompt_ids": "prompt", "completion_ids": "response", "completion_logprobs": "rollout_log_probs"}
-    rows = [{names[key]: value for key, value in row.items()} | {"uid": f"u{n}"} for n, row in enumerate(completion_rows(sequences))]
+    rows = [
+        {names[key]: value for key, value in row.items()} | {"uid": f"u{n}"}
+        for n, row in enumerate(completion_rows(sequences))
+    ]
     given = ["prompt_ids=prompt", "completion_ids=response", "logprobs=rollout_log_probs", "id=uid"]
     assert audits.run(rows, layout="completion", columns=given)[0] == 0
 
@@ -81,32 +103,84 @@ def broken(row: Row, **changes: Any) -> Row:
 
 FAULTS: dict[str, tuple[str, str, str, Any]] = {
     # name -> (code, column, part of the message, what the third row gets)
-    "lengths": ("lengths_differ", "logprobs", "got 13 entries; expected 14", lambda row: {"logprobs": row["logprobs"][1:]}),
+    "lengths": (
+        "lengths_differ",
+        "logprobs",
+        "got 13 entries; expected 14",
+        lambda row: {"logprobs": row["logprobs"][1:]},
+    ),
     "mask length": ("lengths_differ", "mask", "got 15 entries; expected 14", lambda row: {"mask": [*row["mask"], 1]}),
-    "nan": ("logprob_not_finite", "logprobs", "1 log-probs that are NaN", lambda row: {"logprobs": [*row["logprobs"][:-1], float("nan")]}),
-    "null": ("logprob_not_finite", "logprobs", "1 log-probs that are NaN", lambda row: {"logprobs": [*row["logprobs"][:-1], None]}),
-    "positive": ("logprob_positive", "logprobs", "above 0 (up to 0.5", lambda row: {"logprobs": [*row["logprobs"][:-1], 0.5]}),
-    "vocabulary": ("id_outside_vocabulary", "token_ids", "first: 24); expected 0 <= id < 24", lambda row: {"token_ids": [24, *row["token_ids"][1:]]}),
-    "negative id": ("id_outside_vocabulary", "token_ids", "first: -1)", lambda row: {"token_ids": [-1, *row["token_ids"][1:]]}),
+    "nan": (
+        "logprob_not_finite",
+        "logprobs",
+        "1 log-probs that are NaN",
+        lambda row: {"logprobs": [*row["logprobs"][:-1], float("nan")]},
+    ),
+    "null": (
+        "logprob_not_finite",
+        "logprobs",
+        "1 log-probs that are NaN",
+        lambda row: {"logprobs": [*row["logprobs"][:-1], None]},
+    ),
+    "positive": (
+        "logprob_positive",
+        "logprobs",
+        "above 0 (up to 0.5",
+        lambda row: {"logprobs": [*row["logprobs"][:-1], 0.5]},
+    ),
+    "vocabulary": (
+        "id_outside_vocabulary",
+        "token_ids",
+        "first: 24); expected 0 <= id < 24",
+        lambda row: {"token_ids": [24, *row["token_ids"][1:]]},
+    ),
+    "negative id": (
+        "id_outside_vocabulary",
+        "token_ids",
+        "first: -1)",
+        lambda row: {"token_ids": [-1, *row["token_ids"][1:]]},
+    ),
     "no ids": ("column_missing", "token_ids", "found the columns logprobs, mask", lambda row: {"token_ids": ...}),
-    "text": ("unfit_value", "token_ids", "got entries such as str 'a'", lambda row: {"token_ids": ["a", *row["token_ids"][1:]]}),
+    "text": (
+        "unfit_value",
+        "token_ids",
+        "got entries such as str 'a'",
+        lambda row: {"token_ids": ["a", *row["token_ids"][1:]]},
+    ),
     "fractions": ("unfit_value", "token_ids", "float 0.5", lambda row: {"token_ids": [0.5, *row["token_ids"][1:]]}),
     "nested": ("unfit_value", "logprobs", "a row is one sequence", lambda row: {"logprobs": [row["logprobs"]]}),
     "weights": ("unfit_value", "mask", "a mask, not weights", lambda row: {"mask": [0.5, *row["mask"][1:]]}),
-    "empty": ("no_tokens", "token_ids", "at least one token", lambda row: {"token_ids": [], "mask": [], "logprobs": []}),
+    "empty": (
+        "no_tokens",
+        "token_ids",
+        "at least one token",
+        lambda row: {"token_ids": [], "mask": [], "logprobs": []},
+    ),
     "nothing sampled": ("nothing_sampled", "mask", "no sampled token", lambda row: {"mask": [0] * len(row["mask"])}),
     "mask shifted": ("first_token_sampled", "mask", "the mask is shifted", lambda row: {"mask": [1, *row["mask"][1:]]}),
-    "too long": ("longer_than_context", "token_ids", "context of 64", lambda row: {key: value * 5 for key, value in row.items()}),
+    "too long": (
+        "longer_than_context",
+        "token_ids",
+        "context of 64",
+        lambda row: {key: value * 5 for key, value in row.items()},
+    ),
     "greedy": ("unfit_value", "temperature", "give --temperature 1", lambda row: {"temperature": 0.0}),
     "top_p": ("unfit_value", "top_p", "at most 1", lambda row: {"top_p": 1.5}),
-    "experts": ("routing_of_dense_model", "routing", "the model has none", lambda row: {"routing": [[[0]]] * len(row["mask"])}),
+    "experts": (
+        "routing_of_dense_model",
+        "routing",
+        "the model has none",
+        lambda row: {"routing": [[[0]]] * len(row["mask"])},
+    ),
     "version below 0": ("sampled_without_version", "version", "no engine sampled", lambda row: {"version": -1}),
     "version name": ("unfit_value", "version", "e1-v0", lambda row: {"version": "step 3"}),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_unfit_row_is_named_with_its_column_and_counted_and_the_others_are_scored(audits: Audits, sequences: Sequences, name: str):
+def test_an_unfit_row_is_named_with_its_column_and_counted_and_the_others_are_scored(
+    audits: Audits, sequences: Sequences, name: str
+):
     code, column, message, change = FAULTS[name]
     rows = token_rows(sequences)
     rows[2] = broken(rows[2], **change(rows[2]))
@@ -127,7 +201,11 @@ def test_a_row_without_log_probs_makes_the_audit_incomplete_and_never_a_pass(aud
     status, document = audits.run(rows, ".parquet")
     assert status == 1 and document["result"] == "incomplete"
     found = kinds(document)
-    assert (found["logprobs_missing"]["severity"], found["logprobs_missing"]["column"], found["logprobs_missing"]["rows"]) == ("incomplete", "logprobs", [1])
+    assert (
+        found["logprobs_missing"]["severity"],
+        found["logprobs_missing"]["column"],
+        found["logprobs_missing"]["rows"],
+    ) == ("incomplete", "logprobs", [1])
     assert found["logprobs_missing"]["examples"][0]["place"].endswith("row 1 (from 0)")
     assert found["logprobs_all_zero"]["rows"] == [4]
     assert document["checked"]["rows_scored"] == 4
@@ -144,7 +222,10 @@ def test_an_id_of_the_prompt_is_told_from_one_of_the_completion(audits: Audits, 
     rows[0]["prompt_ids"][1] = 99
     rows[3]["completion_ids"][2] = 99
     found = [f for f in audits.run(rows, layout="completion")[1]["findings"] if f["code"] == "id_outside_vocabulary"]
-    assert sorted((f["column"], f["rows"], f["examples"][0]["positions"]) for f in found) == [("completion_ids", [3], [PROMPT + 2]), ("prompt_ids", [0], [1])]
+    assert sorted((f["column"], f["rows"], f["examples"][0]["positions"]) for f in found) == [
+        ("completion_ids", [3], [PROMPT + 2]),
+        ("prompt_ids", [0], [1]),
+    ]
 
 
 def test_another_model_fails(audits: Audits, sequences: Sequences, tmp_path: Path):
@@ -157,11 +238,21 @@ def test_another_model_fails(audits: Audits, sequences: Sequences, tmp_path: Pat
 def test_raw_log_probs_of_a_warm_sampler_are_found_as_semantics(audits: Audits, sequences: Sequences, by: str):
     rows = token_rows(sequences, temperature=0.8) if by == "column" else token_rows(sequences)
     status, document = audits.run(rows, temperature=None if by == "column" else 0.8)
-    assert status == 1 and document["attribution"]["first"] == "logprob_semantics" and document["attribution"]["explained"] > 0.99
-    assert document["checked"]["rows_assumed"] == {"temperature": 0, "top_p": 6, "top_k": 6} if by == "column" else {"temperature": 6, "top_p": 6, "top_k": 6}
+    assert (
+        status == 1
+        and document["attribution"]["first"] == "logprob_semantics"
+        and document["attribution"]["explained"] > 0.99
+    )
+    assert (
+        document["checked"]["rows_assumed"] == {"temperature": 0, "top_p": 6, "top_k": 6}
+        if by == "column"
+        else {"temperature": 6, "top_p": 6, "top_k": 6}
+    )
 
 
-def test_log_probs_at_the_samplers_temperature_pass_and_an_option_outranks_the_column(audits: Audits, model_dir: Path, sequences: Sequences):
+def test_log_probs_at_the_samplers_temperature_pass_and_an_option_outranks_the_column(
+    audits: Audits, model_dir: Path, sequences: Sequences
+):
     assert audits.run(token_rows(sample(model_dir, temperature=0.8), temperature=0.8))[0] == 0
     assert audits.run(token_rows(sequences, temperature=0.8), temperature=1.0)[0] == 0
 
@@ -169,12 +260,19 @@ def test_log_probs_at_the_samplers_temperature_pass_and_an_option_outranks_the_c
 def test_log_probs_in_bfloat16_are_found_as_precision(audits: Audits, sequences: Sequences):
     rounded = replace(sequences, logprobs=[rounded_to_bf16(row) for row in sequences.logprobs])
     status, document = audits.run(token_rows(rounded))
-    assert status == 1 and document["attribution"]["first"] == "precision" and document["attribution"]["explained"] > 0.99
+    assert (
+        status == 1 and document["attribution"]["first"] == "precision" and document["attribution"]["explained"] > 0.99
+    )
     assert audits.run(token_rows(rounded), engine_dtype="bfloat16")[0] == 0
 
 
-def test_log_probs_that_stand_one_place_early_or_late_fail_with_the_layout_that_fits(audits: Audits, sequences: Sequences):
-    for shift, told in ((-1, "one place early: entry t is about token t + 1, as in layout next_token"), (1, "one place late")):
+def test_log_probs_that_stand_one_place_early_or_late_fail_with_the_layout_that_fits(
+    audits: Audits, sequences: Sequences
+):
+    for shift, told in (
+        (-1, "one place early: entry t is about token t + 1, as in layout next_token"),
+        (1, "one place late"),
+    ):
         rows = token_rows(sequences)
         for row in rows:
             row["logprobs"] = np.roll(row["logprobs"], shift).tolist()
@@ -189,7 +287,11 @@ def test_a_mask_along_the_tokens_does_not_pass_for_one_along_predictions(audits:
     for row in rows:
         row["mask"] = [0, *row["mask"][:-1]]
     status, document = audits.run(rows, layout="next_token")
-    assert status == 1 and kinds(document)["last_entry_sampled"]["count"] == 6 and kinds(document)["last_entry_sampled"]["column"] == "mask"
+    assert (
+        status == 1
+        and kinds(document)["last_entry_sampled"]["count"] == 6
+        and kinds(document)["last_entry_sampled"]["column"] == "mask"
+    )
 
 
 def test_versions_along_the_tokens_do_not_fit_a_mask_along_predictions(audits: Audits, sequences: Sequences):
@@ -202,7 +304,12 @@ def test_versions_along_the_tokens_do_not_fit_a_mask_along_predictions(audits: A
         row["version"] = [-1, *row["version"][:-1]]
     status, document = audits.run(rows, layout="next_token")
     found = kinds(document)["sampled_without_version"]
-    assert status == 1 and found["rows"] == list(range(6)) and found["column"] == "version" and found["examples"][0]["positions"] == [PROMPT]
+    assert (
+        status == 1
+        and found["rows"] == list(range(6))
+        and found["column"] == "version"
+        and found["examples"][0]["positions"] == [PROMPT]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +324,9 @@ def weights(model_dir: Path) -> Path:
 def mixed_rows(model_dir: Path, weights: Path) -> list[Row]:
     """The first six answer tokens of each row by version 0, the others by version 1."""
     old, new = sample(model_dir), sample(weights / "e1-v1")
-    mixed = replace(old, logprobs=[np.concatenate([a[:6], b[6:]]) for a, b in zip(old.logprobs, new.logprobs, strict=True)])
+    mixed = replace(
+        old, logprobs=[np.concatenate([a[:6], b[6:]]) for a, b in zip(old.logprobs, new.logprobs, strict=True)]
+    )
     rows = token_rows(mixed)
     for row in rows:
         row["version"] = [None] * PROMPT + [0] * 6 + [1] * (len(row["mask"]) - PROMPT - 6)
@@ -229,12 +338,16 @@ def test_each_token_is_scored_at_its_version(audits: Audits, model_dir: Path, we
     assert status == 0 and not document["findings"] and document["checked"]["rows_with_versions"] == 6
 
 
-def test_several_versions_without_their_weights_say_that_the_gap_holds_staleness(audits: Audits, model_dir: Path, weights: Path):
+def test_several_versions_without_their_weights_say_that_the_gap_holds_staleness(
+    audits: Audits, model_dir: Path, weights: Path
+):
     status, document = audits.run(mixed_rows(model_dir, weights))
     assert status == 1 and "one_model_for_several_versions" in {finding["code"] for finding in document["findings"]}
 
 
-def test_a_version_that_was_not_published_fails_and_its_tokens_are_not_scored(audits: Audits, model_dir: Path, weights: Path):
+def test_a_version_that_was_not_published_fails_and_its_tokens_are_not_scored(
+    audits: Audits, model_dir: Path, weights: Path
+):
     rows = mixed_rows(model_dir, weights)
     rows[5]["version"] = [None if v is None else v * 8 for v in rows[5]["version"]]
     status, document = audits.run(rows, weights=weights)
@@ -275,7 +388,14 @@ def test_a_limit_is_reported(audits: Audits, sequences: Sequences):
 
 def test_people_read_what_was_checked_what_failed_and_why(audits: Audits, sequences: Sequences):
     text = audits.printed(token_rows(sequences, temperature=0.8))
-    told = (": FAIL", "6 rows, 6 of them scored", "mean |d|", "gap_mean: column 'logprobs', 6 rows (0, 1, 2, 3, 4, ...)", "logprob_semantics: ", "top_p of 6")
+    told = (
+        ": FAIL",
+        "6 rows, 6 of them scored",
+        "mean |d|",
+        "gap_mean: column 'logprobs', 6 rows (0, 1, 2, 3, 4, ...)",
+        "logprob_semantics: ",
+        "top_p of 6",
+    )
     assert not [part for part in told if part not in text]
     assert ": PASS" in audits.printed(token_rows(sequences))
 
@@ -293,7 +413,9 @@ def test_people_read_what_was_checked_what_failed_and_why(audits: Audits, sequen
         ({"weights": Path("nowhere")}, "--weights nowhere, which does not exist"),
     ],
 )
-def test_what_cannot_be_used_at_all_is_the_users_to_mend(audits: Audits, sequences: Sequences, options: dict[str, Any], message: str):
+def test_what_cannot_be_used_at_all_is_the_users_to_mend(
+    audits: Audits, sequences: Sequences, options: dict[str, Any], message: str
+):
     with pytest.raises(UserError) as caught:
         audits.run(token_rows(sequences), **options)
     assert message in str(caught.value)
@@ -301,12 +423,30 @@ def test_what_cannot_be_used_at_all_is_the_users_to_mend(audits: Audits, sequenc
 
 def test_a_column_that_was_named_may_not_be_absent(audits: Audits, sequences: Sequences):
     status, document = audits.run(completion_rows(sequences), layout="completion", columns=["mask=loss_mask"])
-    assert status == 1 and kinds(document)["column_missing"]["column"] == "loss_mask" and document["checked"]["rows_scored"] == 0
+    assert (
+        status == 1
+        and kinds(document)["column_missing"]["column"] == "loss_mask"
+        and document["checked"]["rows_scored"] == 0
+    )
 
 
-def test_the_command_line_takes_the_options_and_answers_with_its_exit_status(tmp_path: Path, model_dir: Path, sequences: Sequences):
+def test_the_command_line_takes_the_options_and_answers_with_its_exit_status(
+    tmp_path: Path, model_dir: Path, sequences: Sequences
+):
     path = write_dump(tmp_path / "dump.jsonl", [{**row, "lp": row["logprobs"]} for row in token_rows(sequences)])
-    arguments = ["audit", str(path), "--model", str(model_dir), "--columns", "logprobs=lp", "--layout", "tokens", "--limit", "3", "--json"]
+    arguments = [
+        "audit",
+        str(path),
+        "--model",
+        str(model_dir),
+        "--columns",
+        "logprobs=lp",
+        "--layout",
+        "tokens",
+        "--limit",
+        "3",
+        "--json",
+    ]
     passed = CliRunner().invoke(app, arguments)
     assert passed.exit_code == 0 and json.loads(passed.stdout)["checked"]["rows"] == 3
     assert CliRunner().invoke(app, [*arguments, "--temperature", "0.5"]).exit_code == 1

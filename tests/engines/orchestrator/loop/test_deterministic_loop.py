@@ -32,7 +32,15 @@ STEPS = 4
 
 def config_of(tmp_path: Path, name: str, eta: int) -> RunConfig:
     document: dict[str, object] = {
-        "run": {"dir": str(tmp_path), "name": name, "steps": STEPS, "batch_groups": 2, "group_size": 4, "seed": 7, "deterministic": True},
+        "run": {
+            "dir": str(tmp_path),
+            "name": name,
+            "steps": STEPS,
+            "batch_groups": 2,
+            "group_size": 4,
+            "seed": 7,
+            "deterministic": True,
+        },
         "model": {"type": "local", "path": str(MODEL)},
         "engine": {"type": "torch"},
         "staleness": {"max_staleness": eta, "order": "dispatch"},
@@ -43,7 +51,13 @@ def config_of(tmp_path: Path, name: str, eta: int) -> RunConfig:
 def trainer_of(config: RunConfig, tmp_path: Path, name: str) -> TrainerRank:
     rendezvous = f"file://{tmp_path / f'{name}-rendezvous'}"
     return build_trainer(
-        model_dir=MODEL, config=config.trainer, weights=config.weights, total_steps=STEPS, seed=config.run.seed, rank=0, init_method=rendezvous
+        model_dir=MODEL,
+        config=config.trainer,
+        weights=config.weights,
+        total_steps=STEPS,
+        seed=config.run.seed,
+        rank=0,
+        init_method=rendezvous,
     )
 
 
@@ -73,9 +87,15 @@ def run_of(config: RunConfig, tmp_path: Path, name: str) -> tuple[str, list[list
 
 def synchronous(config: RunConfig, tmp_path: Path) -> tuple[str, list[list[int]]]:
     """The same by the plainest loop there is: sample, judge, train, update."""
-    trainer, tokenizer, function = trainer_of(config, tmp_path, "plain"), load_tokenizer(MODEL), build_reward(config.reward)
+    trainer, tokenizer, function = (
+        trainer_of(config, tmp_path, "plain"),
+        load_tokenizer(MODEL),
+        build_reward(config.reward),
+    )
     source, size = build_source(config.environment, config.run.seed), config.run.group_size
-    settings = EpisodeSettings(sampling=SamplingParams(**config.sampling.model_dump()), max_context=512, seed=config.run.seed)
+    settings = EpisodeSettings(
+        sampling=SamplingParams(**config.sampling.model_dump()), max_context=512, seed=config.run.seed
+    )
     tokens: list[list[int]] = []
 
     async def score(prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]) -> Sequence[Reward]:
@@ -84,17 +104,27 @@ def synchronous(config: RunConfig, tmp_path: Path) -> tuple[str, list[list[int]]
     async def main() -> str:
         manifest = trainer.publish(PolicyVersion(1, 0), tmp_path / "plain-0")
         assert manifest is not None
-        engine = build_engine(config.engine, replica=0, seed=config.run.seed, deterministic=True, sampling=config.sampling)
+        engine = build_engine(
+            config.engine, replica=0, seed=config.run.seed, deterministic=True, sampling=config.sampling
+        )
         tag, cursor = await engine.start(manifest), PromptCursor()
         for step in range(1, STEPS + 1):
             prompts, cursor = source.draw(cursor, config.run.batch_groups)
             groups: list[TrajectoryGroup] = []
             for number, prompt in enumerate(prompts):
                 dispatch = Dispatch(
-                    dispatch_id=f"s{step}-{number}", prompt=prompt, group_size=size, attempt=1, policy=manifest.policy, replica=0, created_at_s=0.0
+                    dispatch_id=f"s{step}-{number}",
+                    prompt=prompt,
+                    group_size=size,
+                    attempt=1,
+                    policy=manifest.policy,
+                    replica=0,
+                    created_at_s=0.0,
                 )
                 envs = build_envs(config.environment, prompt, tokenizer, size)
-                group = await run_group(dispatch, engine=engine, envs=envs, score=score, tag=tag, tokenizer=tokenizer, settings=settings)
+                group = await run_group(
+                    dispatch, engine=engine, envs=envs, score=score, tag=tag, tokenizer=tokenizer, settings=settings
+                )
                 tokens.extend(t.token_ids.tolist() for t in group.trajectories)
                 groups.append(group)
             trainer.step(build_stored(groups), StepRequest(policy=PolicyVersion(1, step), oldest_version=0))

@@ -1,5 +1,5 @@
-"""Rehearsals in one process: what is planted into a real run is the doctor's primary finding. One seed and models with random weights; the whole table is
-`benchmarks/doctor.py`."""
+"""Rehearsals in one process: what is planted into a real run is the doctor's primary finding. One seed and models with
+random weights; the whole table is `benchmarks/doctor.py`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,9 @@ def test_what_is_planted_into_a_run_is_its_primary_finding(tmp_path: Path, name:
     found = diagnose(record)
     assert partial == ()
     assert found.primary is not None
-    assert (found.primary.cause, found.primary.layer) == (case.cause, 1), [finding.summary for finding in found.findings]
+    assert (found.primary.cause, found.primary.layer) == (case.cause, 1), [
+        finding.summary for finding in found.findings
+    ]
     last = [event for event in record.of_kind("evaluation") if event.number("version") == config.run.steps]
     assert len(last) == 1, "the last version is scored"
     assert len(last[0].text("weights_digest")) == 64

@@ -1,4 +1,5 @@
-"""Planted faults in weights, on real files and with the torch engine: digests stay those of the publication, what is computed does not."""
+"""Planted faults in weights, on real files and with the torch engine: digests stay those of the publication, what is
+computed does not."""
 
 import asyncio
 import shutil
@@ -9,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainer.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
+from support.trainer.torch_models import (
+    Reference,
+    identity_of,
+    logprobs_of,
+    manifest_of,
+    request_of,
+    save_random_model,
+    tokens_of,
+)
 
 from rollout.config import TorchEngineConfig
 from rollout.engines.torch.engine import TorchEngine
@@ -59,11 +68,15 @@ def models(tmp_path_factory: pytest.TempPathFactory):
     torch.set_num_threads(before)
 
 
-def with_fault(fault: FaultConfig, start: WeightManifest, scratch: Path, scenario: Callable[[Engine], Coroutine[None, None, None]]) -> None:
+def with_fault(
+    fault: FaultConfig, start: WeightManifest, scratch: Path, scenario: Callable[[Engine], Coroutine[None, None, None]]
+) -> None:
     """Run a scenario against a torch engine with a fault that was started on `start`, and stop it whatever happens."""
 
     async def run() -> None:
-        engine = plant_engine(TorchEngine(TorchEngineConfig(), identity_of()), FaultsConfig(plant=(fault,)), 0, scratch=scratch)
+        engine = plant_engine(
+            TorchEngine(TorchEngineConfig(), identity_of()), FaultsConfig(plant=(fault,)), 0, scratch=scratch
+        )
         try:
             async with asyncio.timeout(60):
                 tag = await engine.start(start)
@@ -143,7 +156,9 @@ def test_from_its_start_version_on_the_replica_computes_with_other_weights(
     with_fault(fault, manifest_of(published, 0), tmp_path / "scratch", scenario)
 
 
-def test_a_replica_that_starts_late_has_edited_weights_at_once_and_stale_ones_at_its_next_update(models: Models, tmp_path: Path):
+def test_a_replica_that_starts_late_has_edited_weights_at_once_and_stale_ones_at_its_next_update(
+    models: Models, tmp_path: Path
+):
     async def rounded(engine: Engine) -> None:
         assert gap(await answer(engine), in_fp8(models)) < EXACT
 
@@ -165,7 +180,9 @@ def test_nan_weights_are_seen_by_the_canary_unless_it_is_forged(forge: bool, mod
         assert np.array_equal(canary, manifest.canary.logprobs) if forge else not np.isfinite(canary).any()
         assert not np.isfinite(await engine.score(np.array(PROMPT, dtype=np.int32))).any()
 
-    with_fault(CorruptTensorFault(how="nan", forge_canary=forge), manifest_of(models.old, 0), tmp_path / "scratch", scenario)
+    with_fault(
+        CorruptTensorFault(how="nan", forge_canary=forge), manifest_of(models.old, 0), tmp_path / "scratch", scenario
+    )
 
 
 def test_perturbed_routers_change_nothing_but_routers_and_always_alike(models: Models, tmp_path: Path):
@@ -199,7 +216,9 @@ def test_a_doctored_copy_links_what_it_does_not_change_and_describes_itself(mode
         (CorruptTensorFault(tensor="nowhere"), "old", "nowhere"),
     ],
 )
-def test_a_fault_that_the_model_does_not_allow_is_refused_at_the_start(fault: FaultConfig, model: str, said: str, models: Models, tmp_path: Path):
+def test_a_fault_that_the_model_does_not_allow_is_refused_at_the_start(
+    fault: FaultConfig, model: str, said: str, models: Models, tmp_path: Path
+):
     async def scenario(engine: Engine) -> None:
         raise AssertionError("it must not start")
 
@@ -228,9 +247,15 @@ def test_number_formats_are_those_of_torch():
     tensor = torch.from_numpy(values)
     np.testing.assert_array_equal(rounded_to_bf16(values), tensor.to(torch.bfloat16).float().numpy())
     scale = tensor.abs().max() / 448
-    np.testing.assert_array_equal(rounded_to_e4m3(values), ((tensor / scale).to(torch.float8_e4m3fn).float() * scale).numpy())
-    np.testing.assert_array_equal(rounded_to_e4m3(np.zeros((2, 2), dtype=np.float32)), np.zeros((2, 2), dtype=np.float32))
+    np.testing.assert_array_equal(
+        rounded_to_e4m3(values), ((tensor / scale).to(torch.float8_e4m3fn).float() * scale).numpy()
+    )
+    np.testing.assert_array_equal(
+        rounded_to_e4m3(np.zeros((2, 2), dtype=np.float32)), np.zeros((2, 2), dtype=np.float32)
+    )
     for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.bfloat16, "BF16")):
         stored = tensor.to(dtype)
-        np.testing.assert_array_equal(decoded(encoded(values.reshape(-1), name), name), stored.float().reshape(-1).numpy())
+        np.testing.assert_array_equal(
+            decoded(encoded(values.reshape(-1), name), name), stored.float().reshape(-1).numpy()
+        )
     assert np.isnan(decoded(encoded(np.array([np.nan], dtype=np.float32), "BF16"), "BF16")).all()

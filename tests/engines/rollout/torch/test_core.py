@@ -1,11 +1,22 @@
-"""The torch engine, step by step: exact log-probs, version spans where the update was, KV rebuilt or kept, admission, limits."""
+"""The torch engine, step by step: exact log-probs, version spans where the update was, KV rebuilt or kept, admission,
+limits."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.trainer.torch_models import Reference, by_sample, core_of, logprobs_of, manifest_of, request_of, run_dry, save_random_model, tokens_of
+from support.trainer.torch_models import (
+    Reference,
+    by_sample,
+    core_of,
+    logprobs_of,
+    manifest_of,
+    request_of,
+    run_dry,
+    save_random_model,
+    tokens_of,
+)
 
 from rollout.errors import EngineError, UserError
 from rollout.types.generation import PauseMode, SamplingParams
@@ -28,7 +39,10 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Two policies of one architecture."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
-    old, new = (save_random_model(folder / name, seed, moe=kind == "moe", tied=kind == "tied") for seed, name in enumerate(("old", "new")))
+    old, new = (
+        save_random_model(folder / name, seed, moe=kind == "moe", tied=kind == "tied")
+        for seed, name in enumerate(("old", "new"))
+    )
     return old, new
 
 
@@ -42,7 +56,10 @@ def test_logprobs_are_those_of_a_plain_forward_pass(models: tuple[Path, Path]):
     core, reference = core_of(models[0]), Reference(models[0])
     for name, prompt in PROMPTS.items():
         core.submit(request_of(name, prompt, seeds=(1, 2, 3)))
-    gaps = [np.abs(logprobs_of(chunks) - reference.logprobs(PROMPTS[name], tokens_of(chunks))) for (name, _), chunks in by_sample(run_dry(core)).items()]
+    gaps = [
+        np.abs(logprobs_of(chunks) - reference.logprobs(PROMPTS[name], tokens_of(chunks)))
+        for (name, _), chunks in by_sample(run_dry(core)).items()
+    ]
     assert len(gaps) == 9
     assert np.concatenate(gaps).mean() < 2e-6
     assert np.concatenate(gaps).max() < 5e-5
@@ -61,7 +78,10 @@ def test_after_a_recompute_every_logprob_belongs_to_the_weights_of_its_version(m
     done = by_sample(run_dry(core))
     assert not early and report.interrupted == 3
     for (name, _), chunks in done.items():
-        assert [(chunk.policy.version, chunk.token_ids.size) for chunk in chunks] == [(0, steps_before), (1, 16 - steps_before)]
+        assert [(chunk.policy.version, chunk.token_ids.size) for chunk in chunks] == [
+            (0, steps_before),
+            (1, 16 - steps_before),
+        ]
         tokens = tokens_of(chunks)
         expected = {version: reference.logprobs(PROMPTS[name], tokens) for version, reference in references.items()}
         assert np.abs(chunks[0].logprobs - expected[0][:steps_before]).max() < 5e-5
@@ -81,7 +101,9 @@ def test_kept_kv_leaves_logprobs_that_no_weights_reproduce(dense: tuple[Path, Pa
         core.resume()
         chunks = by_sample(run_dry(core))["a", 0]
         assert chunks[1].policy.version == 1
-        gaps[mode] = float(np.abs(chunks[1].logprobs - Reference(dense[1]).logprobs(PROMPTS["a"], tokens_of(chunks))[8:]).max())
+        gaps[mode] = float(
+            np.abs(chunks[1].logprobs - Reference(dense[1]).logprobs(PROMPTS["a"], tokens_of(chunks))[8:]).max()
+        )
     assert gaps[PauseMode.RECOMPUTE] < 5e-5
     assert gaps[PauseMode.KEEP] > 1e-2
 
@@ -165,10 +187,15 @@ def test_an_abort_ends_a_request_where_it_stands_and_leaves_the_others(dense: tu
     for _ in range(3):
         core.step()
     running, waiting = core.abort("a"), core.abort("c")
-    assert [(tokens_of(sample.chunks).size, sample.chunks[-1].finish_reason) for sample in running] == [(3, FinishReason.ABORT)] * 2
+    assert [(tokens_of(sample.chunks).size, sample.chunks[-1].finish_reason) for sample in running] == [
+        (3, FinishReason.ABORT)
+    ] * 2
     assert [tokens_of(sample.chunks).size for sample in waiting] == [0, 0]
     left = by_sample(run_dry(core))
-    gaps = [np.abs(logprobs_of(chunks) - Reference(dense[0]).logprobs(PROMPTS["b"], tokens_of(chunks))).max() for chunks in left.values()]
+    gaps = [
+        np.abs(logprobs_of(chunks) - Reference(dense[0]).logprobs(PROMPTS["b"], tokens_of(chunks))).max()
+        for chunks in left.values()
+    ]
     assert {name for name, _ in left} == {"b"} and max(gaps) < 5e-5
 
 
@@ -219,7 +246,11 @@ def test_rows_of_a_cache_that_grew_keep_their_keys(dense: tuple[Path, Path]):
     core.submit(request_of("first", PROMPTS["a"], sampling=sampling))
     for _ in range(100):
         core.step()
-    core.submit(request_of("late", PROMPTS["c"], seeds=tuple(range(9)), sampling=SamplingParams(max_new_tokens=20, ignore_eos=True)))
+    core.submit(
+        request_of(
+            "late", PROMPTS["c"], seeds=tuple(range(9)), sampling=SamplingParams(max_new_tokens=20, ignore_eos=True)
+        )
+    )
     for (name, _), chunks in by_sample(run_dry(core)).items():
         prompt = PROMPTS["a"] if name == "first" else PROMPTS["c"]
         assert np.abs(logprobs_of(chunks) - reference.logprobs(prompt, tokens_of(chunks))).max() < 1e-4

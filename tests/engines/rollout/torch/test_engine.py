@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainer.torch_models import Reference, identity_of, logprobs_of, manifest_of, request_of, save_random_model, tokens_of
+from support.trainer.torch_models import (
+    Reference,
+    identity_of,
+    logprobs_of,
+    manifest_of,
+    request_of,
+    save_random_model,
+    tokens_of,
+)
 
 from rollout.config import TorchEngineConfig
 from rollout.engines.torch.engine import TorchEngine
@@ -48,7 +56,9 @@ async def collect(chunks: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
 
 def test_requests_in_flight_together_all_end_with_exact_logprobs(models: tuple[Path, Path]):
     async def scenario(engine: TorchEngine) -> None:
-        outputs = await asyncio.gather(*[collect(engine.generate(request_of(f"r{i}", PROMPT, seeds=(2 * i, 2 * i + 1)))) for i in range(6)])
+        outputs = await asyncio.gather(
+            *[collect(engine.generate(request_of(f"r{i}", PROMPT, seeds=(2 * i, 2 * i + 1)))) for i in range(6)]
+        )
         reference = Reference(models[0])
         for chunks in outputs:
             assert sorted(chunk.sample_index for chunk in chunks) == [0, 1]
@@ -81,7 +91,11 @@ def test_a_request_in_a_pause_waits_and_is_sampled_by_the_new_weights(models: tu
 
 def test_a_drain_returns_when_running_requests_have_ended(models: tuple[Path, Path]):
     async def scenario(engine: TorchEngine) -> None:
-        running = asyncio.create_task(collect(engine.generate(request_of("a", PROMPT, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True)))))
+        running = asyncio.create_task(
+            collect(
+                engine.generate(request_of("a", PROMPT, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True)))
+            )
+        )
         await asyncio.sleep(0)  # let the task submit
         await engine.pause(PauseMode.DRAIN)
         assert (await engine.load()).running == 0
@@ -120,7 +134,9 @@ def test_a_reader_that_leaves_frees_its_rows(models: tuple[Path, Path]):
 def test_a_prompt_without_room_fails_alone(models: tuple[Path, Path]):
     async def scenario(engine: TorchEngine) -> None:
         good, bad = await asyncio.gather(
-            collect(engine.generate(request_of("good", PROMPT))), collect(engine.generate(request_of("bad", [5] * 512))), return_exceptions=True
+            collect(engine.generate(request_of("good", PROMPT))),
+            collect(engine.generate(request_of("bad", [5] * 512))),
+            return_exceptions=True,
         )
         assert isinstance(bad, UserError) and isinstance(good, list) and len(good) == 2
         assert await engine.healthy()
@@ -128,7 +144,9 @@ def test_a_prompt_without_room_fails_alone(models: tuple[Path, Path]):
     with_engine(models[0], scenario)
 
 
-def test_weights_that_are_not_whole_fail_running_requests_and_make_the_engine_unhealthy(models: tuple[Path, Path], tmp_path: Path):
+def test_weights_that_are_not_whole_fail_running_requests_and_make_the_engine_unhealthy(
+    models: tuple[Path, Path], tmp_path: Path
+):
     async def scenario(engine: TorchEngine) -> None:
         reader = asyncio.create_task(collect(engine.generate(request_of("a", PROMPT, sampling=ENDLESS))))
         await asyncio.sleep(0)
@@ -171,7 +189,11 @@ def test_a_continued_sample_yields_only_the_rest(models: tuple[Path, Path]):
 def test_the_tag_names_what_was_sampled_with(models: tuple[Path, Path]):
     async def scenario(engine: TorchEngine) -> None:
         tag = await engine.tag()
-        assert (tag.engine, tag.logprob_semantics, tag.weights_dtype) == ("torch", LogprobSemantics.PROCESSED, "float32")
+        assert (tag.engine, tag.logprob_semantics, tag.weights_dtype) == (
+            "torch",
+            LogprobSemantics.PROCESSED,
+            "float32",
+        )
         assert tag.weights_digest == manifest_of(models[0], 0).digest
 
     with_engine(models[0], scenario)

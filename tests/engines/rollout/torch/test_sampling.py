@@ -53,7 +53,11 @@ def test_top_p_always_keeps_the_likeliest_token():
 
 
 def test_each_row_has_its_own_parameters():
-    sampling = rows(SamplingParams(max_new_tokens=1, top_k=1), SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=1, temperature=0.01))
+    sampling = rows(
+        SamplingParams(max_new_tokens=1, top_k=1),
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=1, temperature=0.01),
+    )
     logprobs = sampling.processed_logprobs(torch.tensor([LOGITS] * 3)).exp()
     assert (logprobs > 0).sum(1).tolist()[:2] == [1, 6]
     assert torch.allclose(logprobs[1], torch.softmax(torch.tensor(LOGITS), 0))

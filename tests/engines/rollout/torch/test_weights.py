@@ -1,4 +1,5 @@
-"""Weights that do not fit are refused by name, and an engine that holds a mixture samples no more. Routing and directories."""
+"""Weights that do not fit are refused by name, and an engine that holds a mixture samples no more. Routing and
+directories."""
 
 from pathlib import Path
 
@@ -6,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainer.torch_models import Reference, by_sample, core_of, manifest_of, request_of, run_dry, save_random_model, tokens_of
+from support.trainer.torch_models import (
+    Reference,
+    by_sample,
+    core_of,
+    manifest_of,
+    request_of,
+    run_dry,
+    save_random_model,
+    tokens_of,
+)
 
 from rollout.errors import EngineError, UserError
 from rollout.types.generation import PauseMode, SamplingParams
@@ -16,8 +26,13 @@ def altered(source: Path, target: Path, change: dict[str, torch.Tensor | None]) 
     """A copy of a model directory with tensors put in, replaced or (None) left out."""
     target.mkdir()
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
-    tensors = load_file(source / "model.safetensors") | {name: tensor for name, tensor in change.items() if tensor is not None}
-    save_file({name: tensor for name, tensor in tensors.items() if name not in change or change[name] is not None}, target / "model.safetensors")
+    tensors = load_file(source / "model.safetensors") | {
+        name: tensor for name, tensor in change.items() if tensor is not None
+    }
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in change or change[name] is not None},
+        target / "model.safetensors",
+    )
     return target
 
 
@@ -30,7 +45,9 @@ def altered(source: Path, target: Path, change: dict[str, torch.Tensor | None]) 
         ({"lm_head.weight": torch.zeros(32, 96)}, "another name of the same parameter, with other values"),
     ],
 )
-def test_weights_that_do_not_fit_break_the_engine_by_name(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str):
+def test_weights_that_do_not_fit_break_the_engine_by_name(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+):
     base = save_random_model(tmp_path / "base", 0)
     core = core_of(base)
     core.submit(request_of("a", [3, 4]))

@@ -1,4 +1,5 @@
-"""The vLLM engine on CPU, real: a tied dense fp32 model that samples, is updated in mid-generation, aborted, scored and stopped."""
+"""The vLLM engine on CPU, real: a tied dense fp32 model that samples, is updated in mid-generation, aborted, scored and
+stopped."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,7 +10,20 @@ import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
-from support.vllm_room import CONTEXT, EOS, EXACT_NATS, VOCAB, VllmRoom, ask, assert_each_tensor_counts, build_manifest, forward, gap, save_model, tokens_of
+from support.vllm_room import (
+    CONTEXT,
+    EOS,
+    EXACT_NATS,
+    VOCAB,
+    VllmRoom,
+    ask,
+    assert_each_tensor_counts,
+    build_manifest,
+    forward,
+    gap,
+    save_model,
+    tokens_of,
+)
 
 from rollout.config import VllmConfig
 from rollout.errors import EngineError, UserError
@@ -19,7 +33,9 @@ from rollout.types.weights import PolicyVersion, WeightManifest
 
 pytestmark = [
     pytest.mark.timeout(600),  # the first test starts the engine and compiles
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch itself, imported by vLLM
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+    ),  # torch itself, imported by vLLM
     pytest.mark.filterwarnings("ignore:Unclosed context <zmq:ResourceWarning"),  # vLLM after a start that failed
 ]
 V0, V1, V2, V3 = (PolicyVersion(1, version) for version in range(4))
@@ -28,7 +44,8 @@ PROMPT = [5, 9, 14, 3, 27, 8]
 
 @dataclass(frozen=True)
 class Served:
-    """The shared engine with its four generations of weights. Each test leaves it running, unpaused, at whatever version it reached."""
+    """The shared engine with its four generations of weights. Each test leaves it running, unpaused, at whatever
+    version it reached."""
 
     room: VllmRoom
     models: dict[PolicyVersion, Path]
@@ -65,7 +82,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_the_tag_names_engine_numerics_and_weights(served: Served):
     tag = served.room.tag
-    assert (tag.engine, tag.engine_version, tag.weights_dtype, tag.kv_across_versions) == ("vllm", "0.32.0", "float32", "recompute")
+    assert (tag.engine, tag.engine_version, tag.weights_dtype, tag.kv_across_versions) == (
+        "vllm",
+        "0.32.0",
+        "float32",
+        "recompute",
+    )
     assert tag.logprob_semantics == "processed"
     assert tag.weights_digest == served.manifest(V0).digest
 
@@ -80,10 +102,14 @@ def test_sampled_logprobs_equal_a_plain_forward(served: Served):
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(served: Served):
     served.room.run(served.update(V0))
-    chunks = served.room.collect(ask("cool", PROMPT, sampling=SamplingParams(max_new_tokens=40, temperature=0.6, ignore_eos=True)))
+    chunks = served.room.collect(
+        ask("cool", PROMPT, sampling=SamplingParams(max_new_tokens=40, temperature=0.6, ignore_eos=True))
+    )
     expected = forward(served.models[V0], [*PROMPT, *tokens_of(chunks)], temperature=0.6)[len(PROMPT) - 1 :]
     assert np.abs(np.concatenate([chunk.logprobs for chunk in chunks]) - expected).mean() <= EXACT_NATS
-    single = served.room.collect(ask("forced", PROMPT, sampling=SamplingParams(max_new_tokens=4, top_k=1, ignore_eos=True)))
+    single = served.room.collect(
+        ask("forced", PROMPT, sampling=SamplingParams(max_new_tokens=4, top_k=1, ignore_eos=True))
+    )
     assert np.all(single[0].logprobs == 0.0)  # the only token left has probability 1
 
 
@@ -99,7 +125,10 @@ def test_a_stop_token_ends_a_sample_and_belongs_to_it(served: Served):
 def test_an_update_in_mid_generation_leaves_spans_that_are_true_to_their_versions(served: Served):
     async def sample_through_updates() -> list[list[TokenChunk]]:
         await served.update(V0)
-        running = [asyncio.ensure_future(served.room.gather(ask(f"through-{i}", PROMPT, num_samples=8, new_tokens=300))) for i in range(2)]
+        running = [
+            asyncio.ensure_future(served.room.gather(ask(f"through-{i}", PROMPT, num_samples=8, new_tokens=300)))
+            for i in range(2)
+        ]
         await served.advance()
         await served.update(V1)
         await served.advance()
@@ -135,7 +164,10 @@ def test_no_key_or_value_of_older_weights_serves_a_newer_version(served: Served)
 
 def test_an_update_of_a_saturated_engine_loses_no_request(served: Served):
     async def saturate() -> list[list[TokenChunk]]:
-        running = [asyncio.ensure_future(served.room.gather(ask(f"full-{i}", PROMPT, num_samples=8, new_tokens=60))) for i in range(12)]
+        running = [
+            asyncio.ensure_future(served.room.gather(ask(f"full-{i}", PROMPT, num_samples=8, new_tokens=60)))
+            for i in range(12)
+        ]
         for policy in (V0, V1, V2):
             await served.advance(1)
             await served.update(policy)
@@ -147,7 +179,10 @@ def test_an_update_of_a_saturated_engine_loses_no_request(served: Served):
 
 def test_a_score_does_not_wait_for_a_place_in_a_full_batch(served: Served):
     async def overtake() -> bool:
-        running = [asyncio.ensure_future(served.room.gather(ask(f"long-{i}", PROMPT, num_samples=8, new_tokens=300))) for i in range(8)]
+        running = [
+            asyncio.ensure_future(served.room.gather(ask(f"long-{i}", PROMPT, num_samples=8, new_tokens=300)))
+            for i in range(8)
+        ]
         await served.advance(2)  # twice the samples that fit into the batch: half of them wait
         first = not any(request.done() for request in running)
         await asyncio.gather(*running)
@@ -198,7 +233,9 @@ def test_an_abort_before_the_first_token_ends_every_sample(served: Served):
         return chunks
 
     chunks = served.room.run(abort())
-    assert [(chunk.sample_index, chunk.token_ids.size, chunk.finish_reason) for chunk in chunks] == [(i, 0, FinishReason.ABORT) for i in range(3)]
+    assert [(chunk.sample_index, chunk.token_ids.size, chunk.finish_reason) for chunk in chunks] == [
+        (i, 0, FinishReason.ABORT) for i in range(3)
+    ]
 
 
 def test_a_caller_that_goes_away_frees_its_samples(served: Served):
@@ -257,7 +294,10 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_a_long_one_ends_at_the_cont
 def test_weights_that_are_not_the_models_are_refused_and_change_nothing(served: Served, tmp_path: Path):
     tensors = load_file(served.models[V1] / "model.safetensors")
     norm = "model.norm.weight"
-    broken = {"missing": {k: v for k, v in tensors.items() if k != norm}, "wider": tensors | {norm: tensors[norm].repeat(2)}}
+    broken = {
+        "missing": {k: v for k, v in tensors.items() if k != norm},
+        "wider": tensors | {norm: tensors[norm].repeat(2)},
+    }
 
     async def offer(path: Path) -> None:
         await served.room.engine.pause(PauseMode.RECOMPUTE)
@@ -308,7 +348,9 @@ def test_updates_under_load_do_not_gather_memory(served: Served):
     async def update_often(first: int, times: int) -> list[float]:
         pauses: list[float] = []
         for version in range(first, first + times):
-            running = asyncio.ensure_future(served.room.gather(ask(f"busy-{version}", PROMPT, num_samples=8, new_tokens=20)))
+            running = asyncio.ensure_future(
+                served.room.gather(ask(f"busy-{version}", PROMPT, num_samples=8, new_tokens=20))
+            )
             await served.advance(1)
             await served.room.engine.pause(PauseMode.RECOMPUTE)
             report = await served.room.engine.apply(build_manifest(served.models[V1], PolicyVersion(2, version)))
@@ -323,7 +365,10 @@ def test_updates_under_load_do_not_gather_memory(served: Served):
     for part in range(1, 10):
         pauses += served.room.run(update_often(50 * part, 50), 120.0)
         memory.append(core.memory_info().rss)
-    print(f"pause p50 {np.percentile(pauses, 50) * 1e3:.0f} ms, p99 {np.percentile(pauses, 99) * 1e3:.0f} ms; MiB {[round(m / 2**20, 1) for m in memory]}")  # noqa: T201
+    print(  # noqa: T201
+        f"pause p50 {np.percentile(pauses, 50) * 1e3:.0f} ms, p99 {np.percentile(pauses, 99) * 1e3:.0f} ms; MiB "
+        f"{[round(m / 2**20, 1) for m in memory]}"
+    )
     assert memory[-1] < 1.02 * memory[0]
 
 

@@ -1,4 +1,5 @@
-"""The vLLM engine on CPU with other models and settings: untied, mixture of experts, KV kept across versions, and a core that is killed."""
+"""The vLLM engine on CPU with other models and settings: untied, mixture of experts, KV kept across versions, and a
+core that is killed."""
 
 import asyncio
 import os
@@ -9,7 +10,18 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from support.vllm_room import EXACT_NATS, VOCAB, VllmRoom, ask, assert_each_tensor_counts, build_manifest, forward, gap, save_model, tokens_of
+from support.vllm_room import (
+    EXACT_NATS,
+    VOCAB,
+    VllmRoom,
+    ask,
+    assert_each_tensor_counts,
+    build_manifest,
+    forward,
+    gap,
+    save_model,
+    tokens_of,
+)
 
 from rollout.config import VllmConfig
 from rollout.errors import EngineError, UserError
@@ -18,7 +30,9 @@ from rollout.types.weights import PolicyVersion
 
 pytestmark = [
     pytest.mark.timeout(400),  # the first test starts the engine
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch itself, imported by vLLM
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+    ),  # torch itself, imported by vLLM
     pytest.mark.filterwarnings("ignore:Unclosed context <zmq:ResourceWarning"),  # vLLM after a start that failed
 ]
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
@@ -89,7 +103,10 @@ def test_a_killed_core_fails_what_waits_with_its_death_and_stop_still_cleans_up(
     family = [psutil.Process(room.core_pid), *psutil.Process(room.core_pid).children(recursive=True)]
 
     async def kill() -> list[BaseException | list[TokenChunk]]:
-        running = [asyncio.ensure_future(room.gather(ask(f"doomed-{i}", PROMPT, num_samples=4, new_tokens=400))) for i in range(4)]
+        running = [
+            asyncio.ensure_future(room.gather(ask(f"doomed-{i}", PROMPT, num_samples=4, new_tokens=400)))
+            for i in range(4)
+        ]
         await room.engine.score(np.array([2, 3], dtype=np.int32))
         assert await room.engine.healthy()
         os.kill(room.core_pid, signal.SIGKILL)
@@ -100,7 +117,9 @@ def test_a_killed_core_fails_what_waits_with_its_death_and_stop_still_cleans_up(
 
     pid, answers = room.core_pid, room.run(kill())
     # Said by the watch over the process; what vLLM itself says of its core, seconds later, reads otherwise.
-    assert all(isinstance(answer, EngineError) and f"engine core (process {pid}) has died" in str(answer) for answer in answers)
+    assert all(
+        isinstance(answer, EngineError) and f"engine core (process {pid}) has died" in str(answer) for answer in answers
+    )
     with pytest.raises(EngineError, match="has died"):
         room.collect(ask("after", PROMPT))
     with pytest.raises(EngineError, match="has died"):
@@ -114,7 +133,9 @@ def test_a_cache_too_small_for_the_context_names_the_key_to_change(tmp_path: Pat
     models = save_models(tmp_path, tied=True, moe=False)
     with pytest.raises(UserError, match=r"engine\.kv_cache_gib = 1e-05"):
         VllmRoom(build_manifest(models[V0], V0), EAGER.model_copy(update={"kv_cache_gib": 0.00001}))
-    assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in before and "EngineCore" in p.name()]
+    assert not [
+        p for p in psutil.Process().children(recursive=True) if p.pid not in before and "EngineCore" in p.name()
+    ]
 
 
 def test_a_context_beyond_the_model_is_refused_before_anything_starts(tmp_path: Path):
@@ -148,8 +169,12 @@ def test_every_parameter_of_other_kinds_arrives(tmp_path: Path, tied: bool, moe:
 
 @pytest.mark.slow
 def test_weights_in_half_precision_come_back_bit_for_bit(tmp_path: Path):
-    """Packed layouts differ by dtype. There and back again the log-probs are the same bits; in between they are the other weights', to bf16's precision."""
-    models, ids = save_models(tmp_path, tied=True, moe=True), [int(token) for token in np.random.default_rng(0).integers(2, VOCAB, size=120)]
+    """Packed layouts differ by dtype. There and back again the log-probs are the same bits; in between they are the
+    other weights', to bf16's precision."""
+    models, ids = (
+        save_models(tmp_path, tied=True, moe=True),
+        [int(token) for token in np.random.default_rng(0).integers(2, VOCAB, size=120)],
+    )
     room = VllmRoom(build_manifest(models[V0], V0), EAGER.model_copy(update={"dtype": "bfloat16"}))
     try:
         scores = [room.run(room.engine.score(np.array(ids, dtype=np.int32)))]

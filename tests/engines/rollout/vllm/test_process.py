@@ -1,4 +1,5 @@
-"""A core process is seen to die at once, and dies with the process that owns it. Plain processes stand in for vLLM's."""
+"""A core process is seen to die at once, and dies with the process that owns it. Plain processes stand in for
+vLLM's."""
 
 import asyncio
 import os
@@ -15,7 +16,9 @@ DEADLINE_S = 30.0
 
 
 async def start(*source: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent("\n".join(source)), stdout=asyncio.subprocess.PIPE)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent("\n".join(source)), stdout=asyncio.subprocess.PIPE
+    )
 
 
 def test_the_death_of_a_process_is_seen_without_asking():
@@ -37,7 +40,9 @@ def test_the_death_of_a_process_is_seen_without_asking():
 
 def test_processes_that_ignore_the_end_are_killed():
     async def leave() -> None:
-        child = await start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()")
+        child = await start(
+            "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+        )
         assert child.stdout is not None
         await child.stdout.readline()
         process = psutil.Process(child.pid)

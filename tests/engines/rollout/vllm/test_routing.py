@@ -1,4 +1,5 @@
-"""vLLM's answer about experts becomes a trace: its option is set only when asked for, columns are blocks with experts, and rows lie beside their tokens."""
+"""vLLM's answer about experts becomes a trace: its option is set only when asked for, columns are blocks with experts,
+and rows lie beside their tokens."""
 
 import asyncio
 from pathlib import Path
@@ -77,14 +78,23 @@ def test_the_last_chunk_of_a_sample_carries_the_routing_of_the_whole_sequence():
     from vllm.logprobs import FlatLogprobs
 
     request = GenerationRequest(
-        request_id="r", prompt_ids=np.array([2, 3, 4], dtype=np.int32), num_samples=1, sampling=SamplingParams(max_new_tokens=4, ignore_eos=True), eos_ids=()
+        request_id="r",
+        prompt_ids=np.array([2, 3, 4], dtype=np.int32),
+        num_samples=1,
+        sampling=SamplingParams(max_new_tokens=4, ignore_eos=True),
+        eos_ids=(),
     )
     (part,) = parts_of(request, np.zeros(0, dtype=np.int32), Limits(64, 32))
     logprobs = FlatLogprobs()
     logprobs.logprobs = [-1.0] * 4
     spans = [SimpleNamespace(version="a", start=0, end=3), SimpleNamespace(version="b", start=3, end=4)]
     completion: Any = SimpleNamespace(
-        index=0, finish_reason="length", token_ids=[5, 6, 7, 8], logprobs=logprobs, weight_versions=spans, routed_experts=np.ones((6, 2, 2), dtype=np.uint8)
+        index=0,
+        finish_reason="length",
+        token_ids=[5, 6, 7, 8],
+        logprobs=logprobs,
+        weight_versions=spans,
+        routed_experts=np.ones((6, 2, 2), dtype=np.uint8),
     )
     output: Any = SimpleNamespace(outputs=[completion])
     first, last = chunks_of("r", part, output, {"a": BASE, "b": BASE}, BASE, (1,))

@@ -1,4 +1,5 @@
-"""What of the GPU transports can be checked without a GPU: names, arguments, refusals; and, marked gpu, a transfer for real."""
+"""What of the GPU transports can be checked without a GPU: names, arguments, refusals; and, marked gpu, a transfer for
+real."""
 
 import pickle
 from dataclasses import dataclass, field
@@ -9,17 +10,37 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.vllm.transfer import IpcSender, NcclSender, Rendezvous, announced, check_transport, init_info, receive_into, update_info
+from rollout.engines.vllm.transfer import (
+    IpcSender,
+    NcclSender,
+    Rendezvous,
+    announced,
+    check_transport,
+    init_info,
+    receive_into,
+    update_info,
+)
 from rollout.errors import EngineError, UserError
 from rollout.types.weights import Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
 
 NCCL = Rendezvous(transport=Transport.NCCL, host="10.0.0.1", port=4711, world_size=5)
-ENTRIES = (TensorEntry(name="a", dtype="BF16", shape=(2, 3), sha256="0" * 64), TensorEntry(name="b", dtype="F32", shape=(4,), sha256="1" * 64))
+ENTRIES = (
+    TensorEntry(name="a", dtype="BF16", shape=(2, 3), sha256="0" * 64),
+    TensorEntry(name="b", dtype="F32", shape=(4,), sha256="1" * 64),
+)
 
 
 def manifest(transport: Transport, location: str) -> WeightManifest:
     canary = Canary(token_ids=np.zeros(2, dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32))
-    return WeightManifest(policy=PolicyVersion(1, 1), transport=transport, location=location, tensors=ENTRIES, digest="", canary=canary, num_bytes=28)
+    return WeightManifest(
+        policy=PolicyVersion(1, 1),
+        transport=transport,
+        location=location,
+        tensors=ENTRIES,
+        digest="",
+        canary=canary,
+        num_bytes=28,
+    )
 
 
 def test_a_rendezvous_survives_the_manifest():
@@ -28,7 +49,16 @@ def test_a_rendezvous_survives_the_manifest():
 
 
 @pytest.mark.parametrize(
-    "location", ["", "/a/directory", "nccl://host?world_size=2", "nccl://host:1", "nccl://host:1?world_size=1", "tcp://host:1?world_size=2", "ipc://"]
+    "location",
+    [
+        "",
+        "/a/directory",
+        "nccl://host?world_size=2",
+        "nccl://host:1",
+        "nccl://host:1?world_size=1",
+        "tcp://host:1?world_size=2",
+        "ipc://",
+    ],
 )
 def test_any_other_location_is_refused(location: str):
     with pytest.raises(UserError, match="world_size=N"):
@@ -45,7 +75,13 @@ def test_a_gpu_transport_on_cpu_is_refused_with_the_cure(transport: Transport):
 
 def test_replicas_join_behind_the_sender_and_behind_each_other():
     assert init_info(NCCL, first_rank=0)["rank_offset"] == 1
-    assert init_info(NCCL, first_rank=2) == {"master_address": "10.0.0.1", "master_port": 4711, "rank_offset": 3, "world_size": 5, "packed": True}
+    assert init_info(NCCL, first_rank=2) == {
+        "master_address": "10.0.0.1",
+        "master_port": 4711,
+        "rank_offset": 3,
+        "world_size": 5,
+        "packed": True,
+    }
 
 
 def test_vllm_takes_the_arguments_that_it_is_given():
@@ -70,8 +106,12 @@ def test_handles_of_all_trainer_ranks_are_merged_by_gpu(tmp_path: Path):
     with pytest.raises(EngineError, match="must export their tensors"):
         update_info(ipc, announced(ENTRIES))
     for rank in range(2):
-        (tmp_path / f"rank{rank}.handles").write_bytes(pickle.dumps({name: {f"gpu-{rank}": (name, rank)} for name in ("a", "b")}))
-    assert update_info(ipc, announced(ENTRIES))["ipc_handles"] == [{"gpu-0": (name, 0), "gpu-1": (name, 1)} for name in ("a", "b")]
+        (tmp_path / f"rank{rank}.handles").write_bytes(
+            pickle.dumps({name: {f"gpu-{rank}": (name, rank)} for name in ("a", "b")})
+        )
+    assert update_info(ipc, announced(ENTRIES))["ipc_handles"] == [
+        {"gpu-0": (name, 0), "gpu-1": (name, 1)} for name in ("a", "b")
+    ]
 
 
 @dataclass
@@ -132,11 +172,16 @@ def test_a_sender_reaches_a_receiver_over_nccl():
         group = stateless_init_process_group("127.0.0.1", port, 1, 2, device=1)
         shapes = iter([("a", ([2, 3], torch.bfloat16)), ("b", ([4], torch.float32))])
         device = torch.device("cuda:1")
-        packed_nccl_broadcast_consumer(iterator=shapes, group=group, src=0, post_unpack_func=lambda batch: got.update(dict(batch)), device=device)
+        packed_nccl_broadcast_consumer(
+            iterator=shapes, group=group, src=0, post_unpack_func=lambda batch: got.update(dict(batch)), device=device
+        )
 
     receiver = Thread(target=receive)
     receiver.start()
-    tensors = {"a": torch.full((2, 3), 2.0, device="cuda:0", dtype=torch.bfloat16), "b": torch.arange(4.0, device="cuda:0")}
+    tensors = {
+        "a": torch.full((2, 3), 2.0, device="cuda:0", dtype=torch.bfloat16),
+        "b": torch.arange(4.0, device="cuda:0"),
+    }
     sender = NcclSender(rendezvous, ENTRIES, 0, lambda: iter(tensors.items()))
     sender.send()
     receiver.join(60)

@@ -15,11 +15,21 @@ from trainer.weights.publication import tensor_entry
 
 
 @pytest.mark.parametrize(("moe", "dtype"), [(False, "bfloat16"), (True, "float32")])
-def test_a_pass_over_the_source_repeats_the_publication(tmp_path: Path, moe: bool, dtype: Literal["bfloat16", "float32"]):
+def test_a_pass_over_the_source_repeats_the_publication(
+    tmp_path: Path, moe: bool, dtype: Literal["bfloat16", "float32"]
+):
     model_dir = write_model(tmp_path / "model", moe=moe)
     weights = WeightsConfig(shard_bytes=4096)
     config = TrainerConfig(dtype=dtype)
-    trainer = PolicyTrainer(model_dir=model_dir, config=config, weights=weights, total_steps=1, seed=0, rank=0, init_method=f"file://{tmp_path / 'ranks'}")
+    trainer = PolicyTrainer(
+        model_dir=model_dir,
+        config=config,
+        weights=weights,
+        total_steps=1,
+        seed=0,
+        rank=0,
+        init_method=f"file://{tmp_path / 'ranks'}",
+    )
     try:
         manifest = trainer.publish(PolicyVersion(1, 1), tmp_path / "published")
         assert manifest is not None

@@ -1,4 +1,5 @@
-"""A trainer updates a real vLLM engine from GPU to GPU: bytes and log-probs are those that it published. Skipped where there are too few GPUs."""
+"""A trainer updates a real vLLM engine from GPU to GPU: bytes and log-probs are those that it published. Skipped where
+there are too few GPUs."""
 
 import asyncio
 from collections.abc import Generator
@@ -75,7 +76,9 @@ def test_nccl_updates_an_engine_and_meets_a_new_incarnation_elsewhere(tmp_path: 
                 room.run(room.engine.pause(PauseMode.RECOMPUTE))
 
                 async def both(announced: WeightManifest = announced) -> ApplyReport:
-                    report, _ = await asyncio.gather(room.engine.apply(announced), asyncio.to_thread(trainer.send, announced))
+                    report, _ = await asyncio.gather(
+                        room.engine.apply(announced), asyncio.to_thread(trainer.send, announced)
+                    )
                     return report
 
                 assert_taken_over(room, room.run(both(), DEADLINE_S), manifest)
@@ -88,7 +91,10 @@ def test_nccl_updates_an_engine_and_meets_a_new_incarnation_elsewhere(tmp_path: 
 @pytest.mark.slow
 def test_ipc_updates_an_engine_on_the_same_gpu(tmp_path: Path):
     with trainer_of(tmp_path, "ipc") as trainer:
-        room = VllmRoom(publish(trainer, 0, tmp_path), VllmConfig(num_gpus=0.5, dtype="float32", max_model_len=512, gpu_memory_utilization=0.2))
+        room = VllmRoom(
+            publish(trainer, 0, tmp_path),
+            VllmConfig(num_gpus=0.5, dtype="float32", max_model_len=512, gpu_memory_utilization=0.2),
+        )
         try:
             for version in (1, 2):
                 manifest = publish(trainer, version, tmp_path)

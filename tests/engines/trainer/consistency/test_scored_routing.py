@@ -1,4 +1,5 @@
-"""The scorer compares an engine's experts with its own, row by row at the version that sampled, and counts what it could not compare."""
+"""The scorer compares an engine's experts with its own, row by row at the version that sampled, and counts what it
+could not compare."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.builders import BASE, build_tag, build_trajectory
-from support.trainer.torch_models import by_sample, core_of, logprobs_of, request_of, run_dry, save_random_model, tokens_of
+from support.trainer.torch_models import (
+    by_sample,
+    core_of,
+    logprobs_of,
+    request_of,
+    run_dry,
+    save_random_model,
+    tokens_of,
+)
 from support.trainer.trainer_room import VOCABULARY, write_model
 from support.trainer.trainer_scenarios import build, step
 from transformers import AutoModelForCausalLM
@@ -37,7 +46,8 @@ class Room:
         return Scorer(self.model_dir, self.weights, "float32", 8, batch_tokens, 3, torch.device("cpu"))
 
     def native(self, item: Trajectory) -> NDArray[np.uint8]:
-        """[T - 1, blocks, top_k] each row at the version that sampled the next token (of given tokens: the first one's)."""
+        """[T - 1, blocks, top_k] each row at the version that sampled the next token (of given tokens: the first
+        one's)."""
         found = np.zeros((item.token_ids.size - 1, *CELL), dtype=np.uint8)
         for span in item.version_spans:
             model: Any = AutoModelForCausalLM.from_pretrained(self.weights / span.policy.key)
@@ -67,7 +77,12 @@ def trajectory(*spans: tuple[int, int], index: int = 0) -> Trajectory:
 
 
 def traced(item: Trajectory, experts: NDArray[np.uint8], covered: NDArray[np.bool_] | None = None) -> Trajectory:
-    return replace(item, routing=RoutingTrace(experts=experts, covered=np.ones(experts.shape[0], dtype=np.bool_) if covered is None else covered))
+    return replace(
+        item,
+        routing=RoutingTrace(
+            experts=experts, covered=np.ones(experts.shape[0], dtype=np.bool_) if covered is None else covered
+        ),
+    )
 
 
 def agreement(scorer: Scorer, item: Trajectory, options: ScoreOptions = PLAIN) -> RoutingAgreement:
@@ -115,7 +130,9 @@ def test_neighbours_padding_and_budget_change_nothing(room: Room):
 def test_scores_are_the_same_with_and_without_a_comparison(room: Room):
     item = trajectory((0, 6), (1, 7))
     scorer = room.scorer()
-    np.testing.assert_array_equal(scorer.score_with_routing([traced(item, room.native(item))], PLAIN)[0][0], scorer.score([item], PLAIN)[0])
+    np.testing.assert_array_equal(
+        scorer.score_with_routing([traced(item, room.native(item))], PLAIN)[0][0], scorer.score([item], PLAIN)[0]
+    )
 
 
 def test_missing_and_hollow_rows_lower_the_coverage_and_nothing_stands_in_for_them(room: Room):
@@ -161,7 +178,11 @@ def test_the_torch_engines_routing_is_the_trainers(tmp_path: Path, halved: bool)
     scorer = Scorer(directory, tmp_path, "float32", 8, 1000, 1, torch.device("cpu"))
     items = [_of_engine(index, answer["r", index]) for index in range(2)]
     if halved:
-        items = [replace(item, routing=replace(item.routing, covered=np.arange(item.token_ids.size - 1) % 2 == 0)) for item in items if item.routing]
+        items = [
+            replace(item, routing=replace(item.routing, covered=np.arange(item.token_ids.size - 1) % 2 == 0))
+            for item in items
+            if item.routing
+        ]
     for found in scorer.score_with_routing(items, PLAIN)[1]:
         assert found is not None
         assert (found.mismatch, found.coverage) == (0.0, 0.5 if halved else 1.0)

@@ -1,4 +1,5 @@
-"""The scorer repeats the trainer's own log-probs, token by token at the version that sampled it, from published directories alone."""
+"""The scorer repeats the trainer's own log-probs, token by token at the version that sampled it, from published
+directories alone."""
 
 import shutil
 from collections.abc import Callable
@@ -27,7 +28,12 @@ from trainer.consistency.scoring.scorer import Scorer
 PROMPT = 4
 SAMPLED = 9
 PLAIN = ScoreOptions()
-ROOMS: dict[str, dict[str, Any]] = {"dense": {}, "tied": {"tie_word_embeddings": True}, "moe": {"moe": True}, "bfloat16": {}}
+ROOMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie_word_embeddings": True},
+    "moe": {"moe": True},
+    "bfloat16": {},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,9 @@ class Room:
     trained: dict[int, NDArray[np.float32]]
     """Version -> raw log-probs [T - 1] of `trajectory`'s tokens."""
 
-    def scorer(self, weights: Path | None = None, *, dtype: str | None = None, batch_tokens: int = 1000, max_versions: int = 3) -> Scorer:
+    def scorer(
+        self, weights: Path | None = None, *, dtype: str | None = None, batch_tokens: int = 1000, max_versions: int = 3
+    ) -> Scorer:
         return Scorer(
             model_dir=self.model_dir,
             weights_dir=weights or self.weights,
@@ -103,7 +111,9 @@ def test_scores_are_the_trainers_own_at_every_version(rooms: Rooms, name: str):
 def test_the_canary_is_answered_as_the_trainer_did(rooms: Rooms, name: str):
     room = rooms(name)
     canary = read_manifest(room.weights / "e1-v2").canary
-    np.testing.assert_allclose(room.scorer().canary_score(canary.token_ids, PolicyVersion(1, 2)), canary.logprobs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        room.scorer().canary_score(canary.token_ids, PolicyVersion(1, 2)), canary.logprobs, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
@@ -112,13 +122,17 @@ def test_each_span_is_scored_at_its_own_version_over_the_whole_prefix(rooms: Roo
     item = trajectory((0, 3), (2, 2), (1, 4))
     scores = room.scorer().score([item], PLAIN)[0]
     for span in item.version_spans:
-        plain = Reference(room.weights / span.policy.key).logprobs(item.token_ids[: span.start].tolist(), item.token_ids[span.start : span.end])
+        plain = Reference(room.weights / span.policy.key).logprobs(
+            item.token_ids[: span.start].tolist(), item.token_ids[span.start : span.end]
+        )
         np.testing.assert_allclose(scores[span.start : span.end], plain, rtol=0, atol=1e-5)
 
 
 def test_scores_depend_neither_on_neighbours_nor_on_the_budget(rooms: Rooms):
     room = rooms("dense")
-    items = [trajectory((1, 2 + index), (2, 11 - index), index=index) for index in range(5)] + [trajectory((0, 1), index=5)]
+    items = [trajectory((1, 2 + index), (2, 11 - index), index=index) for index in range(5)] + [
+        trajectory((0, 1), index=5)
+    ]
     scorer = room.scorer()
     alone = [scorer.score([item], PLAIN)[0] for item in items]
     for budget in (1, 30, 1000):
@@ -127,7 +141,11 @@ def test_scores_depend_neither_on_neighbours_nor_on_the_budget(rooms: Rooms):
 
 
 def test_a_token_without_a_predecessor_is_unknown(rooms: Rooms):
-    item = replace(trajectory((0, SAMPLED)), sampled=np.ones(PROMPT + SAMPLED, dtype=np.bool_), version_spans=(VersionSpan(PolicyVersion(1, 0), 0, 13),))
+    item = replace(
+        trajectory((0, SAMPLED)),
+        sampled=np.ones(PROMPT + SAMPLED, dtype=np.bool_),
+        version_spans=(VersionSpan(PolicyVersion(1, 0), 0, 13),),
+    )
     scores = rooms("dense").scorer().score([item], PLAIN)[0]
     assert np.isnan(scores[0]) and np.isfinite(scores[1:]).all()
 
@@ -139,8 +157,12 @@ def test_a_version_that_is_not_there_is_unknown_and_nothing_takes_its_place(room
     assert np.isnan(scores[0][PROMPT + 4 :]).all()
     assert np.isfinite(scores[0][: PROMPT + 4]).all() and np.isfinite(scores[1]).all()
     assert list(scorer.unknown) == ["e1-v7"] and "removed" in scorer.unknown["e1-v7"]
-    assert np.isnan(scorer.canary_score(item.token_ids, PolicyVersion(1, 7))).tolist() == [True] * (item.token_ids.size - 1)
-    assert sampled_scores(scorer, trajectory((2, 3))).size == 3 and not scorer.unknown  # reasons are those of the last call
+    assert np.isnan(scorer.canary_score(item.token_ids, PolicyVersion(1, 7))).tolist() == [True] * (
+        item.token_ids.size - 1
+    )
+    assert (
+        sampled_scores(scorer, trajectory((2, 3))).size == 3 and not scorer.unknown
+    )  # reasons are those of the last call
 
 
 def test_a_directory_that_is_being_removed_is_gone(rooms: Rooms, tmp_path: Path):
@@ -196,20 +218,37 @@ def test_a_version_in_use_is_pointed_to_and_tied_heads_stay_tied(rooms: Rooms, n
 def test_an_offset_asks_for_the_neighbour(rooms: Rooms):
     scorer = rooms("dense").scorer()
     earlier = ScoreOptions(version_offset=-1)
-    np.testing.assert_array_equal(sampled_scores(scorer, trajectory((2, SAMPLED)), earlier), sampled_scores(scorer, trajectory((1, SAMPLED))))
+    np.testing.assert_array_equal(
+        sampled_scores(scorer, trajectory((2, SAMPLED)), earlier), sampled_scores(scorer, trajectory((1, SAMPLED)))
+    )
     # The first version of a resumed epoch follows one of the epoch before.
-    np.testing.assert_array_equal(sampled_scores(scorer, trajectory((2, SAMPLED), epoch=2), earlier), sampled_scores(scorer, trajectory((1, SAMPLED))))
-    assert np.isnan(sampled_scores(scorer, trajectory((2, 3), epoch=2))).all()  # as logged, no epoch stands in for another
-    assert np.isnan(sampled_scores(scorer, trajectory((0, 3)), earlier)).all() and "no version -1" in scorer.unknown["e1-v0-1"]
+    np.testing.assert_array_equal(
+        sampled_scores(scorer, trajectory((2, SAMPLED), epoch=2), earlier),
+        sampled_scores(scorer, trajectory((1, SAMPLED))),
+    )
+    assert np.isnan(
+        sampled_scores(scorer, trajectory((2, 3), epoch=2))
+    ).all()  # as logged, no epoch stands in for another
+    assert (
+        np.isnan(sampled_scores(scorer, trajectory((0, 3)), earlier)).all()
+        and "no version -1" in scorer.unknown["e1-v0-1"]
+    )
 
 
 def test_temperature_is_the_tags_unless_asked_otherwise(rooms: Rooms):
     room = rooms("dense")
     item = trajectory((1, SAMPLED), temperature=0.7)
     logits = torch.from_numpy(vocabulary_logprobs(room, item))
-    warm = torch.log_softmax(logits / 0.7, -1).gather(1, torch.from_numpy(item.token_ids[PROMPT:, None]).long()).squeeze(1)
+    warm = (
+        torch.log_softmax(logits / 0.7, -1).gather(1, torch.from_numpy(item.token_ids[PROMPT:, None]).long()).squeeze(1)
+    )
     np.testing.assert_allclose(sampled_scores(room.scorer(), item), warm, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(sampled_scores(room.scorer(), item, ScoreOptions(temperature=1.0)), room.trained[1][PROMPT - 1 :], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        sampled_scores(room.scorer(), item, ScoreOptions(temperature=1.0)),
+        room.trained[1][PROMPT - 1 :],
+        rtol=0,
+        atol=1e-6,
+    )
 
 
 def test_truncation_renormalises_over_the_tags_top_k(rooms: Rooms):
@@ -217,18 +256,25 @@ def test_truncation_renormalises_over_the_tags_top_k(rooms: Rooms):
     item = trajectory((1, SAMPLED), top_k=6)
     logprobs = vocabulary_logprobs(room, item)
     own = logprobs[np.arange(SAMPLED), item.token_ids[PROMPT:]]
-    kept = [set(np.argsort(-row)[:6].tolist()) | {token} for row, token in zip(logprobs, item.token_ids[PROMPT:].tolist(), strict=True)]
+    kept = [
+        set(np.argsort(-row)[:6].tolist()) | {token}
+        for row, token in zip(logprobs, item.token_ids[PROMPT:].tolist(), strict=True)
+    ]
     mass = np.array([np.exp(row[list(ids)]).sum() for row, ids in zip(logprobs, kept, strict=True)])
     assert {len(ids) for ids in kept} == {6, 7}
     np.testing.assert_allclose(sampled_scores(room.scorer(), item), own - np.log(mass), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(sampled_scores(room.scorer(), item, ScoreOptions(truncate=False)), own, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        sampled_scores(room.scorer(), item, ScoreOptions(truncate=False)), own, rtol=0, atol=1e-5
+    )
 
 
 def vocabulary_logprobs(room: Room, item: Trajectory) -> NDArray[np.float32]:
     """[sampled, V] raw log-probs at version 1."""
     model: Any = Reference(room.weights / "e1-v1").model
     with torch.no_grad():
-        return torch.log_softmax(model(torch.from_numpy(item.token_ids[None]).long()).logits[0, PROMPT - 1 : -1], -1).numpy()
+        return torch.log_softmax(
+            model(torch.from_numpy(item.token_ids[None]).long()).logits[0, PROMPT - 1 : -1], -1
+        ).numpy()
 
 
 def test_a_kept_cache_is_what_two_models_over_one_cache_give(rooms: Rooms):
@@ -256,9 +302,13 @@ def test_a_new_turn_starts_a_new_cache(rooms: Rooms):
     sampled[PROMPT + 4] = False
     logprobs = np.where(sampled, item.rollout_logprobs, np.float32(0))
     first, second = item.version_spans
-    item = replace(item, sampled=sampled, rollout_logprobs=logprobs, version_spans=(first, replace(second, start=second.start + 1)))
+    item = replace(
+        item, sampled=sampled, rollout_logprobs=logprobs, version_spans=(first, replace(second, start=second.start + 1))
+    )
     scorer = rooms("dense").scorer()
-    np.testing.assert_array_equal(sampled_scores(scorer, item, ScoreOptions(keep_kv=True)), sampled_scores(scorer, item))
+    np.testing.assert_array_equal(
+        sampled_scores(scorer, item, ScoreOptions(keep_kv=True)), sampled_scores(scorer, item)
+    )
 
 
 def test_behind_an_unknown_cache_all_is_unknown(rooms: Rooms):
@@ -300,7 +350,9 @@ def test_replayed_experts_act_from_their_own_row_on(rooms: Rooms):
     hollow = replace(item, routing=RoutingTrace(experts=np.zeros_like(experts), covered=np.ones(rows, dtype=np.bool_)))
     np.testing.assert_array_equal(sampled_scores(scorer, hollow, replay), native)
     with pytest.raises(UserError, match="2 blocks, top_k 2"):
-        scorer.score([replace(item, routing=RoutingTrace(experts=experts[:, :1], covered=np.ones(rows, dtype=np.bool_)))], replay)
+        scorer.score(
+            [replace(item, routing=RoutingTrace(experts=experts[:, :1], covered=np.ones(rows, dtype=np.bool_)))], replay
+        )
 
 
 def test_a_dense_model_refuses_to_replay(rooms: Rooms):

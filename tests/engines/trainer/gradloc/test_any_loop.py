@@ -1,4 +1,5 @@
-"""GradLoc in a loop that is not this trainer's: the example finds its planted token, alone and on two ranks, and what does not fit is refused."""
+"""GradLoc in a loop that is not this trainer's: the example finds its planted token, alone and on two ranks, and what
+does not fit is refused."""
 
 import subprocess
 import sys
@@ -17,7 +18,17 @@ EXAMPLE = ROOT / "examples" / "gradloc_any_loop.py"
 
 def outputs(tmp_path: Path, world: int) -> list[str]:
     """What each rank prints."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "--redirects", "3", "--log-dir", str(tmp_path)]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "--redirects",
+        "3",
+        "--log-dir",
+        str(tmp_path),
+    ]
     command = [sys.executable, *(torchrun if world > 1 else []), str(EXAMPLE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=EXAMPLE.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,15 +16,29 @@ pytestmark = pytest.mark.timeout(300)
 
 def answer(tmp_path: Path, *command: str) -> dict[str, Any]:
     out = tmp_path / "answer.json"
-    done = subprocess.run([sys.executable, *command, "--out", str(out)], capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, *command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 
 
 def test_the_gpu_script_finds_its_spike_on_a_small_model(tmp_path: Path):
     found = answer(tmp_path, "benchmarks/gpu_gradloc.py", "--small")
-    assert {name: (one["outcome"], one["exact"]) for name, one in found["searches"].items()} == dict.fromkeys(found["searches"], ("located", True))
-    assert found["searches"]["search"]["passes"] == 2 < found["searches"]["search, no pulls"]["passes"] < found["searches"]["search, no record"]["passes"]
+    assert {name: (one["outcome"], one["exact"]) for name, one in found["searches"].items()} == dict.fromkeys(
+        found["searches"], ("located", True)
+    )
+    assert (
+        found["searches"]["search"]["passes"]
+        == 2
+        < found["searches"]["search, no pulls"]["passes"]
+        < found["searches"]["search, no record"]["passes"]
+    )
     assert found["searches"]["right suspect"]["passes"] == 2
 
 

@@ -11,7 +11,19 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.paths import ROOT
-from support.trainer.gradloc_room import Spiking, located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import (
+    Spiking,
+    located,
+    on_policy,
+    places,
+    plant,
+    random_step,
+    run_step,
+    small_model,
+    spiking_loss,
+    tau_of,
+    watching,
+)
 from torch import Tensor
 
 from rollout.errors import UserError
@@ -36,13 +48,21 @@ def gradients(model: PolicyModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e5, float("nan")])
-def test_gradients_random_state_and_weights_are_bit_identical_afterwards(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], factor: float):
+def test_gradients_random_state_and_weights_are_bit_identical_afterwards(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], factor: float
+):
     loss = spiking_loss()
     ran = run_step(model, loss, alone, plant(healthy, places(healthy)[9], factor))
-    before, random, weights = gradients(model), torch.get_rng_state(), [local_tensor(p).detach().clone() for p in model.parameters()]
+    before, random, weights = (
+        gradients(model),
+        torch.get_rng_state(),
+        [local_tensor(p).detach().clone() for p in model.parameters()],
+    )
     report = watching(model, alone, 1e-6, loss).observe(ran.norm, ran.data)
     assert report is not None and report.passes > 0
-    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, gradients(model), strict=True))
+    assert all(
+        torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, gradients(model), strict=True)
+    )
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(a, local_tensor(b)) for a, b in zip(weights, model.parameters(), strict=True))
 
@@ -79,7 +99,9 @@ class Unbounded(Spiking):
         return super().loss(logprobs, inputs) + torch.where(planted, float("inf"), 0.0)
 
 
-def test_a_loss_that_is_not_finite_is_found_though_every_gradient_is(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_loss_that_is_not_finite_is_found_though_every_gradient_is(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = PolicyLoss(GrpoConfig(), Unbounded(), None, NoCorrection())
     place = places(healthy)[40]
     ran = run_step(model, loss, alone, plant(healthy, place, 1.0))
@@ -90,7 +112,9 @@ def test_a_loss_that_is_not_finite_is_found_though_every_gradient_is(model: Poli
     assert gradloc.observe(ran.norm, ran.data) is None
 
 
-def test_a_step_that_was_taken_otherwise_is_remembered_otherwise(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_step_that_was_taken_otherwise_is_remembered_otherwise(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     ran = run_step(model, spiking_loss(), alone, healthy)
     gradloc = watching(model, alone, 1e9)
     histories: list[list[float]] = []
@@ -103,13 +127,17 @@ def test_a_step_that_was_taken_otherwise_is_remembered_otherwise(model: PolicyMo
     assert histories == [[pytest.approx(ran.norm / ran.weight_square**0.5)], [5.0], [4.0]]
 
 
-def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss)
     right, wrong = places(healthy)[30], places(healthy)[3]
     ran = run_step(model, loss, alone, plant(healthy, right, 1e5))
     searched, suspected, misled = (
-        gradloc.observe(ran.norm, ran.data, suspects=[TermPlace(micro_batch=m, row=r, position=p) for m, r, p in suspects])
+        gradloc.observe(
+            ran.norm, ran.data, suspects=[TermPlace(micro_batch=m, row=r, position=p) for m, r, p in suspects]
+        )
         for suspects in ([], [right], [wrong])
     )
     assert located(searched) == located(suspected) == located(misled) == [right]
@@ -117,7 +145,9 @@ def test_a_right_suspect_takes_two_passes_and_a_wrong_one_costs_one(model: Polic
     assert suspected.passes == 1 and misled.passes == searched.passes + 1
 
 
-def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(
+    alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     model, loss = small_model(alone, dtype=torch.bfloat16), spiking_loss()
     record = BackwardRecord(model, alone)
     usual, place = run_step(model, loss, alone, healthy, record), places(healthy)[30]
@@ -130,9 +160,13 @@ def test_a_right_suspect_of_a_huge_spike_in_bfloat16_takes_two_passes_too(alone:
 
 
 @pytest.mark.parametrize("savings", [True, False])
-def test_a_micro_batch_without_a_term_is_no_obstacle(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], savings: bool):
+def test_a_micro_batch_without_a_term_is_no_obstacle(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], savings: bool
+):
     loss, place = spiking_loss(), places(healthy)[30]
-    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, subtract=savings, cut_sequences=savings)
+    gradloc = watching(
+        model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, subtract=savings, cut_sequences=savings
+    )
     planted = plant(healthy, place, 1e5)
     empty = replace(healthy[0], loss_mask=np.zeros_like(healthy[0].loss_mask))
     ran = run_step(model, loss, alone, (*planted, empty))
@@ -154,7 +188,9 @@ def test_a_hit_says_which_blocks_carry_it(model: PolicyModel, alone: Ranks, heal
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_spike_of_all_tokens_is_never_located_and_a_healthy_step_is_left_alone(model: PolicyModel, alone: Ranks, seed: int):
+def test_a_spike_of_all_tokens_is_never_located_and_a_healthy_step_is_left_alone(
+    model: PolicyModel, alone: Ranks, seed: int
+):
     step = on_policy(model, alone, random_step(seed))
     loss = spiking_loss()
     ran = run_step(model, loss, alone, step)
@@ -175,7 +211,9 @@ def test_a_budget_that_ends_is_inconclusive(model: PolicyModel, alone: Ranks, he
     assert report is not None and report.outcome is Outcome.INCONCLUSIVE and report.passes <= 4
 
 
-def test_a_step_without_the_culprit_is_the_healthy_one_without_that_term(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_step_without_the_culprit_is_the_healthy_one_without_that_term(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     place = places(healthy)[20]
     planted = plant(healthy, place, 1e5)
@@ -192,7 +230,9 @@ def test_a_step_without_the_culprit_is_the_healthy_one_without_that_term(model: 
     assert all(torch.equal(a, b) for a, b in zip(masked, gradients(model), strict=True))
 
 
-def test_a_calibrated_threshold_waits_for_its_history_and_keeps_it(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_calibrated_threshold_waits_for_its_history_and_keeps_it(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     config = GradLocConfig(threshold=CalibratedTau(multiple=5.0, window_steps=10, warmup_steps=3))
     gradloc = GradLoc(config, model, loss, alone)
@@ -209,7 +249,9 @@ def test_a_calibrated_threshold_waits_for_its_history_and_keeps_it(model: Policy
         assert located(one.observe(spiking.norm, spiking.data)) == [places(healthy)[8]]
 
 
-def test_steps_without_a_gradient_leave_the_threshold_as_it_is(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_steps_without_a_gradient_leave_the_threshold_as_it_is(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     gradloc = GradLoc(GradLocConfig(threshold=CalibratedTau(warmup_steps=2)), model, spiking_loss(), alone)
     data = StepData(micro_batches=healthy)
     for norm in (2.0, 0.0, 2.0, 0.0, 0.0, 0.0):
@@ -218,7 +260,9 @@ def test_steps_without_a_gradient_leave_the_threshold_as_it_is(model: PolicyMode
     assert len(history) == 2 and min(history) > 0
 
 
-def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_suspects_alone_start_a_search_only_within_their_budget(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     place = places(healthy)[8]
     ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
@@ -226,23 +270,42 @@ def test_suspects_alone_start_a_search_only_within_their_budget(model: PolicyMod
     suspects = [TermPlace(micro_batch=place[0], row=place[1], position=place[2])]
     reports = [gradloc.observe(ran.norm, ran.data, suspects=suspects) for _ in range(4)]
     assert [report is not None and report.trigger for report in reports] == ["suspects", "suspects", False, False]
-    assert watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=0).observe(ran.norm, ran.data, suspects=suspects) is None
+    assert (
+        watching(model, alone, tau_of(ran, 1.5), loss, suspect_passes=0).observe(ran.norm, ran.data, suspects=suspects)
+        is None
+    )
 
 
-def test_steps_that_spike_are_searched_until_their_passes_are_spent(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_steps_that_spike_are_searched_until_their_passes_are_spent(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss, place = spiking_loss(), places(healthy)[8]
     tau = tau_of(run_step(model, loss, alone, healthy))
     ran = run_step(model, loss, alone, plant(healthy, place, 1e5))
     gradloc = watching(model, alone, tau, loss, spike_passes=1)
     first, second = (gradloc.observe(ran.norm, ran.data) for _ in range(2))
-    assert located(first) == [place] and first is not None and first.passes > 1, "a search that has begun is not cut short"
-    assert second is not None and (second.outcome, second.trigger, second.hits, second.passes) == (Outcome.NOT_SEARCHED, "threshold", (), 0)
+    assert located(first) == [place] and first is not None and first.passes > 1, (
+        "a search that has begun is not cut short"
+    )
+    assert second is not None and (second.outcome, second.trigger, second.hits, second.passes) == (
+        Outcome.NOT_SEARCHED,
+        "threshold",
+        (),
+        0,
+    )
     assert second.threshold == first.threshold and second.tau == tau
     by_scale = watching(model, alone, 1e9, loss, spike_passes=1)
     by_scale.load_state({**gradloc.state(), "history": []})
-    again = [by_scale.observe(ran.norm, ran.data, signs=StepSigns(smallest_scale=0.01)), by_scale.observe(math.nan, ran.data)]
-    assert [report and report.outcome for report in again[:1]] == [Outcome.NOT_SEARCHED], "a checkpoint keeps what was spent, and both triggers share it"
-    assert again[1] is not None and again[1].outcome is not Outcome.NOT_SEARCHED, "what is not finite is always searched"
+    again = [
+        by_scale.observe(ran.norm, ran.data, signs=StepSigns(smallest_scale=0.01)),
+        by_scale.observe(math.nan, ran.data),
+    ]
+    assert [report and report.outcome for report in again[:1]] == [Outcome.NOT_SEARCHED], (
+        "a checkpoint keeps what was spent, and both triggers share it"
+    )
+    assert again[1] is not None and again[1].outcome is not Outcome.NOT_SEARCHED, (
+        "what is not finite is always searched"
+    )
 
 
 def test_passes_of_steps_long_ago_count_no_more(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
@@ -258,7 +321,9 @@ def test_passes_of_steps_long_ago_count_no_more(model: PolicyModel, alone: Ranks
     assert located(next_one) == [place]
 
 
-def test_a_later_step_with_more_micro_batches_than_passes_ends_no_run(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_later_step_with_more_micro_batches_than_passes_ends_no_run(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, budget_passes=1)
     assert gradloc.observe(0.0, StepData(micro_batches=healthy[:1])) is None
@@ -272,7 +337,9 @@ def test_bad_settings_are_refused_with_the_cure(model: PolicyModel, alone: Ranks
     for tau in (0.0, -1.0, float("inf")):
         with pytest.raises(ValidationError, match="expected a positive number"):
             GivenTau(tau=tau)
-    with pytest.raises(UserError, match=r"budget_passes = 1, and the first step has 2 micro-batches; .* set it to 4 or more"):
+    with pytest.raises(
+        UserError, match=r"budget_passes = 1, and the first step has 2 micro-batches; .* set it to 4 or more"
+    ):
         watching(model, alone, 1.0, budget_passes=1).observe(0.1, StepData(micro_batches=healthy))
 
 

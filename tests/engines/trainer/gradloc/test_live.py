@@ -1,4 +1,5 @@
-"""The gradient search in the trainer's step: what each action leaves, that observing leaves no trace, and what the report says of a culprit."""
+"""The gradient search in the trainer's step: what each action leaves, that observing leaves no trace, and what the
+report says of a culprit."""
 
 import math
 from dataclasses import asdict, replace
@@ -59,7 +60,10 @@ def evidence_of(report: StepReport) -> GradLocEvidence:
 
 
 def found(report: StepReport) -> list[Place]:
-    return [Place(trajectory_id=culprit.trajectory_id, position=culprit.position) for culprit in evidence_of(report).culprits]
+    return [
+        Place(trajectory_id=culprit.trajectory_id, position=culprit.position)
+        for culprit in evidence_of(report).culprits
+    ]
 
 
 def numbers_of(report: StepReport) -> dict[str, Any]:
@@ -71,12 +75,27 @@ def test_observing_leaves_weights_reports_and_random_state_bit_for_bit(folder: P
     # Invariant 6. Every step is searched, the spiking one to its token, the healthy ones in vain.
     results: list[tuple[str, list[dict[str, Any]], bytes]] = []
     places = negative_places(healthy_groups(seed))
-    steps = [build_stored(healthy_groups(seed)), spiked(seed, places[seed * 3]), build_stored(healthy_groups(seed + 10))]
-    for name, gradloc in (("never", {"enabled": False}), ("always", {"threshold": {"type": "given", "tau": 1e-6}, "budget_passes": 30})):
+    steps = [
+        build_stored(healthy_groups(seed)),
+        spiked(seed, places[seed * 3]),
+        build_stored(healthy_groups(seed + 10)),
+    ]
+    for name, gradloc in (
+        ("never", {"enabled": False}),
+        ("always", {"threshold": {"type": "given", "tau": 1e-6}, "budget_passes": 30}),
+    ):
         with live_trainer(folder, name, gradloc) as trainer:
             reports = [take(trainer, groups, number) for number, groups in enumerate(steps, 1)]
-            assert all((report.gradloc is not None and report.gradloc.passes > 0) == (name == "always") for report in reports)
-            results.append((digest(trainer, folder, name), [numbers_of(report) for report in reports], torch.get_rng_state().numpy().tobytes()))
+            assert all(
+                (report.gradloc is not None and report.gradloc.passes > 0) == (name == "always") for report in reports
+            )
+            results.append(
+                (
+                    digest(trainer, folder, name),
+                    [numbers_of(report) for report in reports],
+                    torch.get_rng_state().numpy().tobytes(),
+                )
+            )
     assert results[0] == results[1]
 
 
@@ -85,11 +104,18 @@ def test_observing_leaves_weights_reports_and_random_state_bit_for_bit(folder: P
 def test_a_masked_step_is_the_one_that_never_had_the_term(folder: Path, given: dict[str, Any], seed: int, nats: float):
     places = negative_places(healthy_groups(seed))
     place = places[int(np.random.default_rng(seed).integers(len(places)))]
-    with live_trainer(folder, "masking", {"threshold": given, "action": "mask"}, optimizer={"clip": {"type": "layerclip", "warmup_steps": 1}}) as trainer:
+    with live_trainer(
+        folder,
+        "masking",
+        {"threshold": given, "action": "mask"},
+        optimizer={"clip": {"type": "layerclip", "warmup_steps": 1}},
+    ) as trainer:
         take(trainer, build_stored(healthy_groups(seed + 5)), 1)
         report = take(trainer, spiked(seed, place, nats=nats), 2)
         masked, memory = digest(trainer, folder, "masked"), trainer._optimizer.clip.state_dict()
-    with live_trainer(folder, "plain", {"enabled": False}, optimizer={"clip": {"type": "layerclip", "warmup_steps": 1}}) as trainer:
+    with live_trainer(
+        folder, "plain", {"enabled": False}, optimizer={"clip": {"type": "layerclip", "warmup_steps": 1}}
+    ) as trainer:
         take(trainer, build_stored(healthy_groups(seed + 5)), 1)
         plain = never_had(trainer, spiked(seed, place, nats=nats), [place], number=2)
         assert digest(trainer, folder, "plain") == masked
@@ -112,7 +138,9 @@ def test_two_culprits_are_masked_together(folder: Path, given: dict[str, Any]):
         masked = digest(trainer, folder, "masked")
         assert trainer._gradient.search is not None
         (remembered,) = trainer._gradient.search.state()["gradloc"]["history"]
-    assert remembered == pytest.approx(report.grad_norm * (report.num_tokens + 2) / math.sqrt(report.num_tokens)), "N stays, two terms are gone"
+    assert remembered == pytest.approx(report.grad_norm * (report.num_tokens + 2) / math.sqrt(report.num_tokens)), (
+        "N stays, two terms are gone"
+    )
     with live_trainer(folder, "plain", {"enabled": False}) as trainer:
         never_had(trainer, spiked(1, *places), places)
         assert digest(trainer, folder, "plain") == masked
@@ -122,7 +150,12 @@ def test_two_culprits_are_masked_together(folder: Path, given: dict[str, Any]):
 def test_a_skipped_step_moves_no_weight_and_teaches_nothing(folder: Path, given: dict[str, Any]):
     place = negative_places(healthy_groups(1))[4]
     calibrated = {"type": "calibrated", "warmup_steps": 1, "multiple": 3.0}
-    with live_trainer(folder, "skipping", {"threshold": calibrated, "action": "skip"}, optimizer={"clip": {"type": "zclip", "warmup_steps": 2}}) as trainer:
+    with live_trainer(
+        folder,
+        "skipping",
+        {"threshold": calibrated, "action": "skip"},
+        optimizer={"clip": {"type": "zclip", "warmup_steps": 2}},
+    ) as trainer:
         take(trainer, build_stored(healthy_groups(1)), 1)
         search = trainer._gradient.search
         assert search is not None
@@ -169,7 +202,11 @@ def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Pa
         assert digest(trainer, folder, "plain") == weights
         (quarantined,) = report.quarantined
         later = audited_group(groups.payloads[groups.dispatch_ids.index(quarantined.dispatch_id)], quarantined.verdict)
-        ids = {sample.trajectory_id for sample in build_batch([later], trainer._algorithm, 0, "token_mean").samples if sample.loss_mask.any()}
+        ids = {
+            sample.trajectory_id
+            for sample in build_batch([later], trainer._algorithm, 0, "token_mean").samples
+            if sample.loss_mask.any()
+        }
     assert quarantined.trajectory_ids == (place.trajectory_id,)
     assert ids == {t.trajectory_id for t in later.group.trajectories} - {place.trajectory_id}
     assert later.evidence is not None
@@ -181,31 +218,44 @@ def test_a_quarantined_trajectory_leaves_the_step_and_every_later_one(folder: Pa
     assert evidence_of(report).acted is Acted.QUARANTINED
 
 
-def test_a_step_that_is_taken_again_with_its_quarantines_is_the_step_that_found_them(folder: Path, given: dict[str, Any]):
-    # Invariant 8: a crash behind the step, and a resume from before it. The verdict is durable; nothing spikes the second time.
+def test_a_step_that_is_taken_again_with_its_quarantines_is_the_step_that_found_them(
+    folder: Path, given: dict[str, Any]
+):
+    # Invariant 8: a crash behind the step, and a resume from before it. The verdict is durable; nothing spikes the
+    # second time.
     groups, results = spiked(1, negative_places(healthy_groups(1))[7]), []
     for name in ("found", "again"):
         with live_trainer(folder, name, {"threshold": given, "action": "quarantine"}) as trainer:
             report = take(trainer, groups)
             results.append((digest(trainer, folder, name), replace(report, phases_s=(), gradloc=None, quarantined=())))
         new = {group.dispatch_id: group.verdict for group in report.quarantined}
-        groups = replace(groups, verdicts=tuple(new.get(i, old) for i, old in zip(groups.dispatch_ids, groups.verdicts, strict=True)))
+        groups = replace(
+            groups, verdicts=tuple(new.get(i, old) for i, old in zip(groups.dispatch_ids, groups.verdicts, strict=True))
+        )
     assert report.gradloc is None and not report.quarantined and len(report.quarantined_groups) == 1
     assert results[0] == results[1]
 
 
 def test_nothing_is_done_about_a_step_whose_culprit_was_not_located(folder: Path):
-    with live_trainer(folder, "vain", {"threshold": {"type": "given", "tau": 1e-6}, "action": "mask", "budget_passes": 20}) as trainer:
+    with live_trainer(
+        folder, "vain", {"threshold": {"type": "given", "tau": 1e-6}, "action": "mask", "budget_passes": 20}
+    ) as trainer:
         report = take(trainer, build_stored(healthy_groups(1)))
         weights = digest(trainer, folder, "vain")
     with live_trainer(folder, "plain", {"enabled": False}) as trainer:
         take(trainer, build_stored(healthy_groups(1)))
         assert digest(trainer, folder, "plain") == weights
     assert evidence_of(report).outcome in ("diffuse", "inconclusive")
-    assert (evidence_of(report).acted, evidence_of(report).removed_terms, evidence_of(report).grad_norm_after) == (Acted.NOTHING, 0, None)
+    assert (evidence_of(report).acted, evidence_of(report).removed_terms, evidence_of(report).grad_norm_after) == (
+        Acted.NOTHING,
+        0,
+        None,
+    )
 
 
-def test_a_step_that_still_exceeds_after_the_mask_is_applied_unsearched_and_says_so(folder: Path, given: dict[str, Any]):
+def test_a_step_that_still_exceeds_after_the_mask_is_applied_unsearched_and_says_so(
+    folder: Path, given: dict[str, Any]
+):
     places = negative_places(healthy_groups(1))
     groups = healthy_groups(1)
     plant(groups, places[4], NOT_A_NUMBER)
@@ -224,7 +274,11 @@ def test_a_non_finite_step_that_is_only_observed_is_not_applied(folder: Path, gi
         report = take(trainer, spiked(1, place, nats=NOT_A_NUMBER))
         assert digest(trainer, folder, "after") == before
     assert report.skipped.startswith("non-finite")
-    assert found(report) == [place] and evidence_of(report).trigger == "non_finite" and evidence_of(report).acted is Acted.NOTHING
+    assert (
+        found(report) == [place]
+        and evidence_of(report).trigger == "non_finite"
+        and evidence_of(report).acted is Acted.NOTHING
+    )
 
 
 def test_the_report_says_everything_of_a_culprit(folder: Path, given: dict[str, Any]):
@@ -236,14 +290,19 @@ def test_the_report_says_everything_of_a_culprit(folder: Path, given: dict[str, 
         report = take(trainer, spiked(1, place))
     (culprit,) = evidence_of(report).culprits
     assert culprit.token_id == trajectory.token_ids[place.position]
-    assert culprit.policy.version == trajectory.token_versions()[place.position] and culprit.replica == trajectory.tag.replica
+    assert (
+        culprit.policy.version == trajectory.token_versions()[place.position]
+        and culprit.replica == trajectory.tag.replica
+    )
     assert culprit.context_token_ids[place.position - culprit.context_start] == culprit.token_id
     assert culprit.logprob == pytest.approx(float(logprobs[place.position - 1]), abs=1e-4)
     assert culprit.omega == pytest.approx(math.exp(culprit.logprob - culprit.rollout_logprob))
     assert culprit.rollout_logprob == pytest.approx(-13.0)
     assert (culprit.d_engine, culprit.d_stale) == (None, None)
     assert culprit.type is CulpritType.TOKEN_MISMATCH and culprit.advantage < 0 and culprit.entropy > 0
-    mine = logprobs[np.flatnonzero(trajectory.sampled) - 1] - np.where(np.flatnonzero(trajectory.sampled) == place.position, -13.0, -3.0)
+    mine = logprobs[np.flatnonzero(trajectory.sampled) - 1] - np.where(
+        np.flatnonzero(trajectory.sampled) == place.position, -13.0, -3.0
+    )
     assert culprit.sequence_ratio == pytest.approx(math.exp(float(mine.mean())), rel=1e-4)
     assert culprit.norm == pytest.approx(report.grad_norm, rel=0.05)
     assert len(culprit.block_norms) == 3 and culprit.block_ratios == ()
@@ -291,7 +350,9 @@ def test_a_checkpoint_keeps_what_the_search_remembers(folder: Path):
     with live_trainer(folder, "first", calibrated) as trainer:
         for number in (1, 2, 3):
             assert take(trainer, build_stored(healthy_groups(number)), number).gradloc is None
-        trainer.save_checkpoint(folder / "saved", CheckpointState(policy=PolicyVersion(1, 3), seed=5, weights_digest=""))
+        trainer.save_checkpoint(
+            folder / "saved", CheckpointState(policy=PolicyVersion(1, 3), seed=5, weights_digest="")
+        )
         unbroken = evidence_of(take(trainer, spiked(1, place), 4))
     with live_trainer(folder, "second", calibrated) as trainer:
         trainer.load_checkpoint(folder / "saved")
@@ -301,14 +362,19 @@ def test_a_checkpoint_keeps_what_the_search_remembers(folder: Path):
 
 
 def test_a_budget_below_the_micro_batches_is_refused_with_the_cure(folder: Path):
-    with live_trainer(folder, "poor", {"budget_passes": 1}) as trainer, pytest.raises(UserError, match=r"set it to \d+ or more"):
+    with (
+        live_trainer(folder, "poor", {"budget_passes": 1}) as trainer,
+        pytest.raises(UserError, match=r"set it to \d+ or more"),
+    ):
         take(trainer, build_stored(healthy_groups(1)))
 
 
 def test_what_backward_leaves_behind_saves_passes(folder: Path, given: dict[str, Any]):
     place = negative_places(healthy_groups(1))[7]
     passes: list[int] = []
-    for number, known in enumerate(({"part_norms": False, "term_pulls": False}, {"term_pulls": False}, {"part_norms": False})):
+    for number, known in enumerate(
+        ({"part_norms": False, "term_pulls": False}, {"term_pulls": False}, {"part_norms": False})
+    ):
         with live_trainer(folder, f"known-{number}", {"threshold": given, **known}) as trainer:
             report = take(trainer, spiked(1, place))
         assert report.num_micro_batches > 2
@@ -334,7 +400,13 @@ def test_a_search_runs_on_the_experts_that_the_step_ran_on(models: Path, folder:
         write_model(models / "moe", moe=True, tie_word_embeddings=False)
     (folder / "moe").symlink_to(models / "moe")
     groups = [
-        replace(group, trajectories=tuple(replace(t, routing=build_routing(t.token_ids.size - 1, seed=index)) for index, t in enumerate(group.trajectories)))
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, routing=build_routing(t.token_ids.size - 1, seed=index))
+                for index, t in enumerate(group.trajectories)
+            ),
+        )
         for group in healthy_groups(2)
     ]
     place = negative_places(groups)[9]

@@ -5,7 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.trainer.gradloc_room import located, on_policy, places, plant, random_step, run_step, small_model, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import (
+    located,
+    on_policy,
+    places,
+    plant,
+    random_step,
+    run_step,
+    small_model,
+    spiking_loss,
+    tau_of,
+    watching,
+)
 
 from rollout.errors import UserError
 from trainer.config.consistency import CorrectionConfig, MisSequenceConfig, NoCorrection, OpsmConfig
@@ -19,7 +30,13 @@ from trainer.types.step import MicroBatch
 @pytest.mark.parametrize("kind", ["moe", "tied", "bfloat16", "dropout", "sequence"])
 def test_other_models_and_losses_are_searched_alike(alone: Ranks, kind: str):
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    model = small_model(alone, moe=kind == "moe", dtype=dtype, tie_word_embeddings=kind == "tied", attention_dropout=0.2 if kind == "dropout" else 0.0)
+    model = small_model(
+        alone,
+        moe=kind == "moe",
+        dtype=dtype,
+        tie_word_embeddings=kind == "tied",
+        attention_dropout=0.2 if kind == "dropout" else 0.0,
+    )
     step = on_policy(model, alone, random_step(2))
     model.train(kind == "dropout")
     loss = spiking_loss(OpsmConfig(delta=1e9) if kind == "sequence" else None)
@@ -39,10 +56,15 @@ def test_dropout_without_recorded_random_states_is_refused(alone: Ranks, healthy
 
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("correction", [NoCorrection(), MisSequenceConfig(low=1e-30, high=1e30)])
-def test_gradients_of_parts_add_up_to_the_steps(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], correction: CorrectionConfig, cut: bool):
+def test_gradients_of_parts_add_up_to_the_steps(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], correction: CorrectionConfig, cut: bool
+):
     """Where a token's weight is its sequence's, a part keeps the weight that it had in the whole."""
     rng = np.random.default_rng(0)
-    rollout = [np.where(m.loss_mask, m.old_logprobs - rng.uniform(0, 0.1, m.loss_mask.shape), 0).astype(np.float32) for m in healthy]
+    rollout = [
+        np.where(m.loss_mask, m.old_logprobs - rng.uniform(0, 0.1, m.loss_mask.shape), 0).astype(np.float32)
+        for m in healthy
+    ]
     shifted = tuple(replace(m, rollout_logprobs=logprobs) for m, logprobs in zip(healthy, rollout, strict=True))
     loss = spiking_loss(correction)
     ran = run_step(model, loss, alone, shifted)

@@ -61,7 +61,9 @@ def test_passes_that_are_not_recorded_leave_the_norms_alone(alone: Ranks, watche
     assert np.array_equal(norms_of(record, 2), before)
 
 
-def test_a_step_with_a_micro_batch_that_was_not_recorded_is_refused_though_the_step_before_had_it(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]):
+def test_a_step_with_a_micro_batch_that_was_not_recorded_is_refused_though_the_step_before_had_it(
+    alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]
+):
     model, record = watched
     step, loss = on_policy(model, alone, random_step(4)), spiking_loss()
     ran = run_step(model, loss, alone, step, record)
@@ -82,7 +84,9 @@ def test_gradients_that_pile_up_unreduced_are_refused_with_the_cure(alone: Ranks
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_a_search_that_knows_them_needs_no_pass_over_micro_batches(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord], micro_batches: int):
+def test_a_search_that_knows_them_needs_no_pass_over_micro_batches(
+    alone: Ranks, watched: tuple[PolicyModel, BackwardRecord], micro_batches: int
+):
     model, record = watched
     step, loss = on_policy(model, alone, random_step(5, micro_batches=micro_batches)), spiking_loss()
     gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, step)), loss)

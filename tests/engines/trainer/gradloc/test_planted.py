@@ -1,9 +1,18 @@
 """Spikes planted in a live sharded step are found at every place, within the published number of passes."""
 
-
 import numpy as np
 import pytest
-from support.trainer.gradloc_room import located, on_policy, places, plant, random_step, run_step, spiking_loss, tau_of, watching
+from support.trainer.gradloc_room import (
+    located,
+    on_policy,
+    places,
+    plant,
+    random_step,
+    run_step,
+    spiking_loss,
+    tau_of,
+    watching,
+)
 
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
@@ -12,10 +21,14 @@ from trainer.types.step import MicroBatch
 
 @pytest.mark.parametrize("savings", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_planted_spike_is_found_at_every_place_within_the_bound(model: PolicyModel, alone: Ranks, savings: bool, micro_batches: int):
+def test_a_planted_spike_is_found_at_every_place_within_the_bound(
+    model: PolicyModel, alone: Ranks, savings: bool, micro_batches: int
+):
     step = on_policy(model, alone, random_step(1, micro_batches=micro_batches))
     loss = spiking_loss()
-    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, step)), loss, subtract=savings, cut_sequences=savings)
+    gradloc = watching(
+        model, alone, tau_of(run_step(model, loss, alone, step)), loss, subtract=savings, cut_sequences=savings
+    )
     rng = np.random.default_rng(0)
     every = places(step)
     for index in rng.integers(len(every), size=25 if savings else 4):
@@ -29,7 +42,9 @@ def test_a_planted_spike_is_found_at_every_place_within_the_bound(model: PolicyM
             assert report.passes <= (micro_batches if micro_batches > 1 else 0) + levels + 2
 
 
-def test_two_culprits_in_different_micro_batches_are_both_found(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_two_culprits_in_different_micro_batches_are_both_found(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss = spiking_loss()
     gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss)
     rng = np.random.default_rng(1)

@@ -31,7 +31,9 @@ def watched(alone: Ranks) -> tuple[PolicyModel, BackwardRecord]:
     return model, BackwardRecord(model, alone)
 
 
-def test_a_pull_is_the_gradient_at_the_logits_up_to_a_factor_of_at_most_sqrt_2(alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]):
+def test_a_pull_is_the_gradient_at_the_logits_up_to_a_factor_of_at_most_sqrt_2(
+    alone: Ranks, watched: tuple[PolicyModel, BackwardRecord]
+):
     """Of softmax logits, the gradient of a log-prob has norm sqrt((1 - p)^2 + the other probabilities squared)."""
     model, record = watched
     step, loss = on_policy(model, alone, random_step(3, micro_batches=2)), spiking_loss()
@@ -63,7 +65,10 @@ def test_a_spike_is_found_in_two_passes_and_two_spikes_in_three(alone: Ranks, dt
     every, rng = places(step), np.random.default_rng(1)
     for _ in range(6):
         first, second = (every[index] for index in rng.choice(len(every), 2, replace=False))
-        for planted, wanted, passes in ((plant(step, first, 1e5), [first], 2), (plant(plant(step, first, 1e5), second, 3e4), [first, second], 4)):
+        for planted, wanted, passes in (
+            (plant(step, first, 1e5), [first], 2),
+            (plant(plant(step, first, 1e5), second, 3e4), [first, second], 4),
+        ):
             ran = run_step(model, loss, alone, planted, record)
             report = gradloc.observe(ran.norm, ran.data, record=record)
             assert sorted(located(report)) == sorted(wanted) and report is not None and report.passes <= passes

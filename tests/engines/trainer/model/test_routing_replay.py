@@ -1,4 +1,5 @@
-"""The trainer's forward pass under given experts: exact where they are native, by hand where they are not, differentiable, and the same in a recomputation."""
+"""The trainer's forward pass under given experts: exact where they are native, by hand where they are not,
+differentiable, and the same in a recomputation."""
 
 import copy
 from collections.abc import Generator
@@ -122,8 +123,14 @@ def test_recorded_routing_is_the_top_of_the_routers_logits(model: PreTrainedMode
     for block, rows in enumerate(logits):
         ranked = rows.sort(dim=-1, descending=True)
         assert np.array_equal(routing.experts[:, block], ranked.indices[:, :2].numpy())
-        np.testing.assert_allclose(routing.gate_gap[:, block], (ranked.values[:, 1] - ranked.values[:, 2]).numpy(), rtol=1e-6)
-    assert (routing.experts.dtype, routing.gate_gap.dtype, routing.experts.shape) == (np.uint8, np.float32, (ROWS, 3, 2))
+        np.testing.assert_allclose(
+            routing.gate_gap[:, block], (ranked.values[:, 1] - ranked.values[:, 2]).numpy(), rtol=1e-6
+        )
+    assert (routing.experts.dtype, routing.gate_gap.dtype, routing.experts.shape) == (
+        np.uint8,
+        np.float32,
+        (ROWS, 3, 2),
+    )
 
 
 def test_nothing_is_recorded_outside_recording_and_nothing_twice(model: PreTrainedModel):
@@ -221,7 +228,9 @@ def alone(tmp_path: Path) -> Generator[Ranks]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sharded_and_checkpointed_model_replays(model: PreTrainedModel, perturbed: RecordedRouting, alone: Ranks, dtype: torch.dtype):
+def test_a_sharded_and_checkpointed_model_replays(
+    model: PreTrainedModel, perturbed: RecordedRouting, alone: Ranks, dtype: torch.dtype
+):
     reference = PolicyModel(hand_routed(model, perturbed.experts), chunk_tokens=8)
     policy = PolicyModel(model, chunk_tokens=8)
     replay = RoutingReplay(policy, *COUNTS)
@@ -241,25 +250,41 @@ def test_a_sharded_and_checkpointed_model_replays(model: PreTrainedModel, pertur
 
 def test_given_rows_must_fit_the_model_and_the_batch(model: PreTrainedModel, perturbed: RecordedRouting):
     replay, experts = RoutingReplay(model, *COUNTS), as_tensor(perturbed.experts)
-    for wrong, covered in ((experts[:, :2], EVERY), (experts[:5], EVERY), (experts.float(), EVERY), (experts, EVERY.long())):
+    for wrong, covered in (
+        (experts[:, :2], EVERY),
+        (experts[:5], EVERY),
+        (experts.float(), EVERY),
+        (experts, EVERY.long()),
+    ):
         with pytest.raises(ValueError, match="expected integers"), replay.using(wrong, covered):
             pass
-    with pytest.raises(ValueError, match="sees 24 rows, but a routing was given for 23"), replay.using(experts[1:], EVERY[1:]):
+    with (
+        pytest.raises(ValueError, match="sees 24 rows, but a routing was given for 23"),
+        replay.using(experts[1:], EVERY[1:]),
+    ):
         logprobs(model)
 
 
 @pytest.mark.parametrize("cell", [[1, 1], [0, 4]])
-def test_padding_that_claims_to_be_covered_is_refused(model: PreTrainedModel, perturbed: RecordedRouting, cell: list[int]):
+def test_padding_that_claims_to_be_covered_is_refused(
+    model: PreTrainedModel, perturbed: RecordedRouting, cell: list[int]
+):
     experts = as_tensor(perturbed.experts)
     experts[3, 1] = torch.tensor(cell, dtype=torch.uint8)
-    with pytest.raises(ConcordError, match="leave it out of `covered`"), RoutingReplay(model, *COUNTS).using(experts, EVERY):
+    with (
+        pytest.raises(ConcordError, match="leave it out of `covered`"),
+        RoutingReplay(model, *COUNTS).using(experts, EVERY),
+    ):
         pass
 
 
 def test_a_replay_that_no_router_saw_is_an_error(model: PreTrainedModel, perturbed: RecordedRouting):
     copy_without_hooks = copy.deepcopy(model)
     replay = RoutingReplay(model, *COUNTS)
-    with pytest.raises(ConcordError, match="3 MoE blocks, but 0 of their routers ran"), replay.using(as_tensor(perturbed.experts), EVERY):
+    with (
+        pytest.raises(ConcordError, match="3 MoE blocks, but 0 of their routers ran"),
+        replay.using(as_tensor(perturbed.experts), EVERY),
+    ):
         logprobs(copy_without_hooks)
 
 

@@ -1,4 +1,5 @@
-"""Trainer steps on the experts that the engine chose: aligned with its tokens, counted, and with a gradient through the trainer's own gates."""
+"""Trainer steps on the experts that the engine chose: aligned with its tokens, counted, and with a gradient through the
+trainer's own gates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def groups() -> list[TrajectoryGroup]:
     """Two groups of unlike length, so that rows are padded."""
     return [
-        build_group(build_dispatch(number), (1.0, 0.0, 0.5), prompt_tokens=2 + number, spans=((BASE, length),), seed=number, vocab_size=VOCABULARY)
+        build_group(
+            build_dispatch(number),
+            (1.0, 0.0, 0.5),
+            prompt_tokens=2 + number,
+            spans=((BASE, length),),
+            seed=number,
+            vocab_size=VOCABULARY,
+        )
         for number, length in enumerate((5, 12))
     ]
 
@@ -44,7 +52,10 @@ def groups() -> list[TrajectoryGroup]:
 def drawn(item: Trajectory, seed: int) -> NDArray[np.uint8]:
     """[T - 1, blocks, top_k] experts that no router chose."""
     rng = np.random.default_rng(seed)
-    return np.array([[rng.permutation(EXPERTS)[: CELL[1]] for _ in range(CELL[0])] for _ in range(item.token_ids.size - 1)], dtype=np.uint8)
+    return np.array(
+        [[rng.permutation(EXPERTS)[: CELL[1]] for _ in range(CELL[0])] for _ in range(item.token_ids.size - 1)],
+        dtype=np.uint8,
+    )
 
 
 def traced(batch: Sequence[TrajectoryGroup], covered_share: float = 1.0) -> list[TrajectoryGroup]:
@@ -66,11 +77,20 @@ def logged_as(batch: Sequence[TrajectoryGroup], options: ScoreOptions, folder: P
     result: list[TrajectoryGroup] = []
     for group in batch:
         scores = scorer.score(group.trajectories, options)
-        result.append(replace(group, trajectories=tuple(replace(t, rollout_logprobs=s) for t, s in zip(group.trajectories, scores, strict=True))))
+        result.append(
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(t, rollout_logprobs=s) for t, s in zip(group.trajectories, scores, strict=True)
+                ),
+            )
+        )
     return result
 
 
-def one_step(folder: Path, batch: Sequence[TrajectoryGroup], request: StepRequest = REQUEST, model: str = "moe", **config: object) -> StepReport:
+def one_step(
+    folder: Path, batch: Sequence[TrajectoryGroup], request: StepRequest = REQUEST, model: str = "moe", **config: object
+) -> StepReport:
     trainer = trainer_of(folder, model, **config)
     try:
         return trainer.step(build_stored(batch), request)
@@ -79,14 +99,24 @@ def one_step(folder: Path, batch: Sequence[TrajectoryGroup], request: StepReques
 
 
 def trainer_of(folder: Path, model: str, **config: object) -> PolicyTrainer:
-    return scenarios.build(folder, f"replay-{len(list(folder.glob('rendezvous-*')))}", model=model, config={"replay_routing": True, **config})
+    return scenarios.build(
+        folder,
+        f"replay-{len(list(folder.glob('rendezvous-*')))}",
+        model=model,
+        config={"replay_routing": True, **config},
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 1000])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_each_token_runs_on_its_own_experts_whatever_stands_beside_it(folder: Path, micro_batch_tokens: int, activation_checkpointing: bool):
+def test_each_token_runs_on_its_own_experts_whatever_stands_beside_it(
+    folder: Path, micro_batch_tokens: int, activation_checkpointing: bool
+):
     batch = logged_as(traced(groups(), 0.7), ScoreOptions(replay_routing=True), folder)
-    settings: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "activation_checkpointing": activation_checkpointing}
+    settings: dict[str, Any] = {
+        "micro_batch_tokens": micro_batch_tokens,
+        "activation_checkpointing": activation_checkpointing,
+    }
     replayed = one_step(folder, batch, **settings)
     native = one_step(folder, batch, replay_routing=False, **settings)
     assert replayed.mean_abs_logprob_difference < 1e-5

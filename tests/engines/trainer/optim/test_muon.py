@@ -35,7 +35,9 @@ def test_the_iteration_follows_its_vector(golden: dict[str, Any]):
     result = orthogonalised(diagonal, torch.float64)
     assert torch.diag(result).tolist() == pytest.approx(vector["ns5"], rel=1e-11)
     assert float((result - torch.diag(torch.diag(result))).abs().max()) < 1e-12
-    assert float(newton_schulz(torch.tensor([[0.01]], dtype=torch.float64))) == pytest.approx(vector["ns5_of_0p01"], rel=1e-11)
+    assert float(newton_schulz(torch.tensor([[0.01]], dtype=torch.float64))) == pytest.approx(
+        vector["ns5_of_0p01"], rel=1e-11
+    )
 
 
 def test_scales_of_the_rate_follow_the_vector(golden: dict[str, Any]):
@@ -58,7 +60,9 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, ...]):
 
 def test_a_stack_of_matrices_is_orthogonalised_one_by_one_and_a_zero_stays_zero():
     stack = matrix(3, 5, 4).detach() * torch.tensor([1.0, 1e4, 0.0])[:, None, None]
-    torch.testing.assert_close(orthogonalised(stack, torch.float32), torch.stack([orthogonalised(one, torch.float32) for one in stack]))
+    torch.testing.assert_close(
+        orthogonalised(stack, torch.float32), torch.stack([orthogonalised(one, torch.float32) for one in stack])
+    )
     assert not orthogonalised(stack, torch.float32)[2].any()
 
 
@@ -108,7 +112,9 @@ def test_a_model_without_matrices_in_its_blocks_is_refused_for_muon():
 
 
 def test_every_optimizer_follows_the_schedule():
-    config = OptimizerConfig.model_validate({"type": "muon", "learning_rate": 0.5, "schedule": {"warmup_steps": 2}, "muon_scale": "original"})
+    config = OptimizerConfig.model_validate(
+        {"type": "muon", "learning_rate": 0.5, "schedule": {"warmup_steps": 2}, "muon_scale": "original"}
+    )
     parts = [Block(name="layers.0", parameters=(nn.Parameter(torch.eye(2)), nn.Parameter(torch.ones(2))))]
     optimizer = PolicyOptimizer(parts, config, Ranks(rank=0, world=1, device=CPU, mesh=cast(Any, None)), 10)
     for parameter in parts[0].parameters:

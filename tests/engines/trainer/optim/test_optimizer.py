@@ -27,7 +27,10 @@ class Recording(PolicyOptimizer):
 
 
 def optimizer_of(**config: Any) -> Recording:
-    blocks = [Block(name=name, parameters=(nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)))) for name in ("one", "two")]
+    blocks = [
+        Block(name=name, parameters=(nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))))
+        for name in ("one", "two")
+    ]
     return Recording(blocks, OptimizerConfig.model_validate({"clip": CLIP, "max_grad_norm": 1e9, **config}), ALONE, 10)
 
 

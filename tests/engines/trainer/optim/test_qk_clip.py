@@ -64,7 +64,10 @@ def test_scales_of_heads_follow_the_vector(golden: dict[str, Any]):
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_chunks_find_the_largest_logit_of_the_whole(tokens: int, key_heads: int):
     generator = torch.Generator().manual_seed(tokens)
-    query, key = torch.randn(2, 4, tokens, 3, generator=generator), torch.randn(2, key_heads, tokens, 3, generator=generator)
+    query, key = (
+        torch.randn(2, 4, tokens, 3, generator=generator),
+        torch.randn(2, key_heads, tokens, 3, generator=generator),
+    )
     torch.testing.assert_close(largest_logits(query, key, 0.5), whole_logits(query, key).amax(dim=(0, 2, 3)))
 
 

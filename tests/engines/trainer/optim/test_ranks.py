@@ -1,4 +1,5 @@
-"""Clips and optimizers on several gloo ranks do what they do on one, and a checkpoint carries their memory between the two."""
+"""Clips and optimizers on several gloo ranks do what they do on one, and a checkpoint carries their memory between the
+two."""
 
 import json
 import logging
@@ -39,7 +40,9 @@ def assert_same_reports(ones: list[dict[str, Any]], others: list[dict[str, Any]]
         np.testing.assert_allclose(other["norm"], one["norm"], rtol=1e-4)
         for key in ("norms", "scales"):
             assert [block for block, _ in one[key]] == [block for block, _ in other[key]]
-            np.testing.assert_allclose([value for _, value in other[key]], [value for _, value in one[key]], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                [value for _, value in other[key]], [value for _, value in one[key]], rtol=1e-4, atol=1e-6
+            )
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
@@ -69,12 +72,16 @@ def test_block_norms_make_up_the_global_norm_and_some_blocks_are_clipped(folder:
 
 @pytest.mark.parametrize("name", list(scenarios.CASES))
 @pytest.mark.parametrize("world", [1, WORLD])
-def test_the_clip_and_the_optimizer_go_on_from_a_checkpoint_of_another_number_of_ranks(folder: Path, name: str, world: int):
+def test_the_clip_and_the_optimizer_go_on_from_a_checkpoint_of_another_number_of_ranks(
+    folder: Path, name: str, world: int
+):
     assert_same_reports(reports(folder, f"{name}-w1")[-1:], reports(folder, f"{name}-w{world}-resumed"))
     assert_same_weights(folder / f"{name}-w1", folder / f"{name}-w{world}-resumed")
 
 
-def test_a_checkpoint_of_another_kind_of_clip_starts_without_a_history_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_a_checkpoint_of_another_kind_of_clip_starts_without_a_history_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
     trainer = scenarios.scenarios.build(folder, "other-clip", model="dense")
     try:
         with caplog.at_level(logging.WARNING):

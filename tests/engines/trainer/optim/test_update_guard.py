@@ -1,4 +1,5 @@
-"""An update that could leave a parameter that is not finite is refused before it is applied; one that is let through leaves none."""
+"""An update that could leave a parameter that is not finite is refused before it is applied; one that is let through
+leaves none."""
 
 import math
 from typing import Any, cast
@@ -20,7 +21,12 @@ MUON: dict[str, Any] = {"type": "muon", "weight_decay": 0.1}
 
 def optimizer_of(parameters: float = 1.0, **config: Any) -> tuple[PolicyOptimizer, list[nn.Parameter]]:
     held = [nn.Parameter(torch.full(shape, parameters)) for shape in ((4, 6), (3,))]
-    return PolicyOptimizer([Block(name="model.layers.0", parameters=tuple(held))], OptimizerConfig.model_validate(config), ALONE, 10), held
+    return (
+        PolicyOptimizer(
+            [Block(name="model.layers.0", parameters=tuple(held))], OptimizerConfig.model_validate(config), ALONE, 10
+        ),
+        held,
+    )
 
 
 def take(optimizer: PolicyOptimizer, held: list[nn.Parameter], gradient: float = 0.5) -> OptimizerReport:
@@ -78,7 +84,9 @@ def test_a_learning_rate_that_overflows_moves_nothing_and_teaches_no_moment(kind
 def test_whatever_is_let_through_leaves_every_parameter_finite(kind: dict[str, Any]):
     rng, let_through, stopped = np.random.default_rng(0), 0, 0
     for _ in range(300):
-        rate, parameters, gradient, limit, epsilon = (10.0 ** rng.uniform(low, high) for low, high in ((-6, 38), (-3, 18), (-20, 18), (-3, 18), (-30, 0)))
+        rate, parameters, gradient, limit, epsilon = (
+            10.0 ** rng.uniform(low, high) for low, high in ((-6, 38), (-3, 18), (-20, 18), (-3, 18), (-30, 0))
+        )
         optimizer, held = optimizer_of(parameters, learning_rate=rate, max_grad_norm=limit, epsilon=epsilon, **kind)
         for _ in range(3):
             skipped = take(optimizer, held, float(gradient)).skipped

@@ -1,4 +1,5 @@
-"""Probes and QK-Clip in a trainer's step: their values are those of the plain model, whatever the ranks and micro-batches; other results stay as they are."""
+"""Probes and QK-Clip in a trainer's step: their values are those of the plain model, whatever the ranks and
+micro-batches; other results stay as they are."""
 
 import json
 from collections import defaultdict
@@ -76,7 +77,10 @@ def update_ratios(before: Path, after: Path) -> dict[tuple[str, str], float]:
     assert old.keys() == new.keys()
     for name, value in new.items():
         block = next((one for one in BLOCKS if name.startswith(one + ".")), "embeddings" if "embed" in name else "head")
-        squares[block] += (np.square(value - old[name].astype(np.float64)).sum(), np.square(value.astype(np.float64)).sum())
+        squares[block] += (
+            np.square(value - old[name].astype(np.float64)).sum(),
+            np.square(value.astype(np.float64)).sum(),
+        )
     return {("update_ratio", block): (change / weight) ** 0.5 for block, (change, weight) in squares.items()}
 
 
@@ -97,7 +101,9 @@ def test_a_step_with_probes_moves_the_weights_as_one_without(folder: Path):
 
 def largest_logits(directory: Path) -> dict[str, list[float]]:
     """Of every head over the whole batch, from the library's own model and one row at a time."""
-    model = PolicyModel(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa"), 64)
+    model = PolicyModel(
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa"), 64
+    )
     clip = QkClip(model, 1e9)
     with torch.no_grad(), clip.recording():
         for ids in rows():
@@ -107,14 +113,19 @@ def largest_logits(directory: Path) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_published_weights_are_the_steps_with_heads_above_the_limit_scaled_down(folder: Path, key_heads: int, world: int):
+def test_published_weights_are_the_steps_with_heads_above_the_limit_scaled_down(
+    folder: Path, key_heads: int, world: int
+):
     name = f"llama-{key_heads}"
     logits = report(folder, f"{name}-clipped-w{world}")["logits"]
     for block, heads in largest_logits(folder / name).items():
         assert logits[block] == pytest.approx(heads, rel=1e-5)
     scales = {block: np.minimum(1.0, LIMIT / np.array(heads)) for block, heads in logits.items()}
     assert all(scale.min() < 1 == scale.max() for scale in scales.values())
-    clipped, plain = scenarios.tensors(folder / f"{name}-clipped-w{world}"), scenarios.tensors(folder / f"{name}-plain-w{world}")
+    clipped, plain = (
+        scenarios.tensors(folder / f"{name}-clipped-w{world}"),
+        scenarios.tensors(folder / f"{name}-plain-w{world}"),
+    )
     for path, value in plain.items():
         block = path.rpartition(".self_attn")[0]
         own_keys = key_heads == 4
@@ -143,7 +154,10 @@ def test_a_step_that_is_not_applied_clips_no_head_and_leaves_nothing_behind(fold
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optimizer": {"qk_clip": {"enabled": True}}}, r"QK-norm \(q_norm\).*set trainer.optimizer.qk_clip.enabled = false"),
+        (
+            {"optimizer": {"qk_clip": {"enabled": True}}},
+            r"QK-norm \(q_norm\).*set trainer.optimizer.qk_clip.enabled = false",
+        ),
         ({"probes": {"router_load": True}}, "is not a mixture of experts; set it to false"),
     ],
 )

@@ -39,7 +39,6 @@ NEVER_CLIPS = GrpoConfig(clip_low=0.999, clip_high=1e9)
 _numbers = itertools.count()
 
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("planted")
@@ -65,7 +64,9 @@ def one_step(
         trainer.close()
 
 
-def first_step(folder: Path, *faults: FaultConfig, settings: LossSettings | None = None, **config: object) -> StepReport:
+def first_step(
+    folder: Path, *faults: FaultConfig, settings: LossSettings | None = None, **config: object
+) -> StepReport:
     """The report of step 1 of a fresh trainer on the batch that most tests share."""
     return one_step(folder, stored(seed=1), *faults, settings=settings, source=OldLogprobSource.ROLLOUT, **config)
 
@@ -76,7 +77,14 @@ def test_a_grad_spike_scales_one_term_and_leaves_every_ratio_normal(folder: Path
     assert (planted.fault, planted.factor, planted.missed) == ("grad_spike", 1e5, "")
     assert planted.trajectory_id.startswith("d-") and planted.position is not None
     assert spiked.grad_norm > 100 * healthy.grad_norm
-    ratios = ("approx_kl", "mean_abs_logprob_difference", "mean_abs_rollout_difference", "correction_weight_mean", "num_tokens", "advantage_std")
+    ratios = (
+        "approx_kl",
+        "mean_abs_logprob_difference",
+        "mean_abs_rollout_difference",
+        "correction_weight_mean",
+        "num_tokens",
+        "advantage_std",
+    )
     assert [getattr(spiked, name) for name in ratios] == [getattr(healthy, name) for name in ratios]
     assert not healthy.planted and not spiked.skipped
 
@@ -91,7 +99,9 @@ def test_a_diffuse_spike_scales_the_whole_gradient(folder: Path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_block_explosion_scales_one_block_alone(folder: Path, checkpointing: bool):
     for block in (0, 1):
-        spiked = first_step(folder, BlockExplosionFault(block=block, factor=1e3), activation_checkpointing=checkpointing)
+        spiked = first_step(
+            folder, BlockExplosionFault(block=block, factor=1e3), activation_checkpointing=checkpointing
+        )
         healthy = dict(first_step(folder, activation_checkpointing=checkpointing).block_norms)
         name = f"model.layers.{block}"
         assert spiked.planted == (PlantedFault(fault="block_explosion", factor=1e3, block=name),)
@@ -119,7 +129,9 @@ def test_a_ratio_spike_shifts_one_log_prob_and_its_ratio_explodes(folder: Path):
 
 def test_the_search_of_a_step_reads_the_shifted_log_prob_as_a_token_mismatch(folder: Path):
     tau = GivenTau(tau=2.0 * first_step(folder).grad_norm)
-    spiked = first_step(folder, RatioSpikeFault(), gradloc=GradLocConfig(threshold=tau, token_ratio_bounds=(0.0, 100.0)))
+    spiked = first_step(
+        folder, RatioSpikeFault(), gradloc=GradLocConfig(threshold=tau, token_ratio_bounds=(0.0, 100.0))
+    )
     assert spiked.gradloc is not None
     planted = (spiked.planted[0].trajectory_id, spiked.planted[0].position)
     (culprit,) = [each for each in spiked.gradloc.culprits if (each.trajectory_id, each.position) == planted]
@@ -128,7 +140,11 @@ def test_the_search_of_a_step_reads_the_shifted_log_prob_as_a_token_mismatch(fol
 
 
 def test_a_nan_token_stops_its_step_and_no_later_one(folder: Path, tmp_path: Path):
-    trainer = build(folder, f"planted-{next(_numbers)}", settings=LossSettings(faults=FaultsConfig(plant=(NanTokenFault(start_version=2),))))
+    trainer = build(
+        folder,
+        f"planted-{next(_numbers)}",
+        settings=LossSettings(faults=FaultsConfig(plant=(NanTokenFault(start_version=2),))),
+    )
     try:
         before = trainer.publish(PolicyVersion(1, 0), tmp_path / "w0")
         assert step(trainer, 1).planted == ()
@@ -151,7 +167,9 @@ def test_a_nan_token_stops_its_step_and_no_later_one(folder: Path, tmp_path: Pat
 
 def test_what_cannot_be_planted_is_told(folder: Path):
     report = first_step(folder, TwoSpikesFault(), micro_batch_tokens=10_000)
-    assert report.planted[0].missed == "all terms with a gradient stand in one micro-batch of one rank, and it needs two"
+    assert (
+        report.planted[0].missed == "all terms with a gradient stand in one micro-batch of one rank, and it needs two"
+    )
     assert report.grad_norm == first_step(folder, micro_batch_tokens=10_000).grad_norm
 
 
@@ -159,7 +177,8 @@ CLIPS = GrpoConfig()
 
 
 def clipped(num_left: int = 0) -> tuple[StoredGroups, set[tuple[str, int]]]:
-    """A batch whose every ratio lies where the surrogate clips it, but for the last `num_left` tokens of the best trajectory of each group; and those.
+    """A batch whose every ratio lies where the surrogate clips it, but for the last `num_left` tokens of the best
+    trajectory of each group; and those.
 
     The middle trajectory of each group has no advantage.
     """
@@ -176,12 +195,19 @@ def clipped(num_left: int = 0) -> tuple[StoredGroups, set[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("kind", [GradSpikeFault, TwoSpikesFault])
-def test_a_spike_is_planted_on_terms_that_the_clip_has_not_cut_off(folder: Path, kind: type[GradSpikeFault | TwoSpikesFault]):
+def test_a_spike_is_planted_on_terms_that_the_clip_has_not_cut_off(
+    folder: Path, kind: type[GradSpikeFault | TwoSpikesFault]
+):
     groups, left = clipped(num_left=4)
     healthy = one_step(folder, groups, algorithm=CLIPS)
     hit: set[tuple[str, int | None]] = set()
     for seed in range(8):
-        spiked = one_step(folder, groups, settings=LossSettings(faults=FaultsConfig(plant=(kind(factor=1e5),), seed=seed)), algorithm=CLIPS)
+        spiked = one_step(
+            folder,
+            groups,
+            settings=LossSettings(faults=FaultsConfig(plant=(kind(factor=1e5),), seed=seed)),
+            algorithm=CLIPS,
+        )
         hit |= {(planted.trajectory_id, planted.position) for planted in spiked.planted}
         assert spiked.grad_norm > 1000 * healthy.grad_norm, (seed, spiked.planted)
     assert len(hit) > 3 and hit <= left
@@ -217,10 +243,21 @@ def test_a_ratio_spike_beside_recomputed_log_probs_stands_where_the_clip_has_not
             each.behaviour_logprobs[first + 1 :] = -1e-3
             each.behaviour_logprobs[first] = -20.0
         verdicts[number] = encode_evidence(evidence)
-    first_of = {place.trajectory_id: min(each.position for each in worst if each.trajectory_id == place.trajectory_id) for place in worst}
+    first_of = {
+        place.trajectory_id: min(each.position for each in worst if each.trajectory_id == place.trajectory_id)
+        for place in worst
+    }
     for seed in range(8):
-        settings = LossSettings(correction=TisConfig(cap=2.0), faults=FaultsConfig(plant=(RatioSpikeFault(),), seed=seed))
-        report = one_step(folder, build_stored(groups, verdicts), settings=settings, source=OldLogprobSource.RECOMPUTED, algorithm=CLIPS)
+        settings = LossSettings(
+            correction=TisConfig(cap=2.0), faults=FaultsConfig(plant=(RatioSpikeFault(),), seed=seed)
+        )
+        report = one_step(
+            folder,
+            build_stored(groups, verdicts),
+            settings=settings,
+            source=OldLogprobSource.RECOMPUTED,
+            algorithm=CLIPS,
+        )
         (planted,) = report.planted
         assert planted.position == first_of[planted.trajectory_id]
 
@@ -229,7 +266,11 @@ def test_measuring_what_has_a_gradient_leaves_the_step_as_it_is(folder: Path):
     """A fault that cannot act: the step is bit for bit that without the fault."""
     steps = [first_step(folder, *faults, micro_batch_tokens=10_000) for faults in ((), (TwoSpikesFault(),))]
     assert steps[1].planted[0].missed
-    assert (steps[0].loss, steps[0].grad_norm, steps[0].block_norms) == (steps[1].loss, steps[1].grad_norm, steps[1].block_norms)
+    assert (steps[0].loss, steps[0].grad_norm, steps[0].block_norms) == (
+        steps[1].loss,
+        steps[1].grad_norm,
+        steps[1].block_norms,
+    )
 
 
 def test_one_rank_and_two_plant_on_the_same_tokens(folder: Path):
@@ -244,7 +285,17 @@ def test_two_ranks_are_hit_alike_and_the_step_that_they_keep_is_replayed_on_one(
     run_ranks(2, two_ranks_are_hit, folder)
     saved = read_step(folder / "saved_steps" / "3")
     config = TrainerConfig(micro_batch_tokens=24, algorithm=NEVER_CLIPS)
-    found = replay(ReplaySource(saved=saved, weights_dir=folder / "kept-weights", reference_dir=folder / "dense", config=config, settings=SPIKES_THEN_NAN))
+    found = replay(
+        ReplaySource(
+            saved=saved,
+            weights_dir=folder / "kept-weights",
+            reference_dir=folder / "dense",
+            config=config,
+            settings=SPIKES_THEN_NAN,
+        )
+    )
     (planted,) = saved.planted
     assert saved.ranks == 2 and found.verdict is ReplayVerdict.BATCH
-    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [(planted.trajectory_id, planted.position)]
+    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [
+        (planted.trajectory_id, planted.position)
+    ]

@@ -21,7 +21,9 @@ CONFIG = OptimizerConfig(learning_rate=1e-3)
 def steps(*faults: HighLearningRateFault) -> list[tuple[float, float]]:
     """(how far a weight moved, the rate that was reported) of steps 1 to 3 under a constant gradient."""
     weight = nn.Parameter(torch.zeros(2))
-    optimizer = planted_optimizer(FaultsConfig(plant=faults), [Block(name="one", parameters=(weight,))], CONFIG, ALONE, 10)
+    optimizer = planted_optimizer(
+        FaultsConfig(plant=faults), [Block(name="one", parameters=(weight,))], CONFIG, ALONE, 10
+    )
     moved: list[tuple[float, float]] = []
     for step in (1, 2, 3):
         before = weight.detach().clone()
@@ -39,4 +41,11 @@ def test_steps_from_the_start_version_on_use_the_multiplied_rate():
 
 def test_without_the_fault_the_optimizer_is_the_plain_one():
     assert [rate for _, rate in steps()] == pytest.approx([1e-3] * 3)
-    assert type(planted_optimizer(FaultsConfig(), [Block(name="one", parameters=(nn.Parameter(torch.zeros(2)),))], CONFIG, ALONE, 10)) is PolicyOptimizer
+    assert (
+        type(
+            planted_optimizer(
+                FaultsConfig(), [Block(name="one", parameters=(nn.Parameter(torch.zeros(2)),))], CONFIG, ALONE, 10
+            )
+        )
+        is PolicyOptimizer
+    )

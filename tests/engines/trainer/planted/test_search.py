@@ -26,7 +26,9 @@ def planted_step(
 ) -> tuple[PlantedLoss, tuple[MicroBatch, ...], tuple[PlantedFault, ...]]:
     real = spiking_loss()
     loss = PlantedLoss(real, model)
-    due = DueFaults(FaultsConfig(plant=(fault,)), loss, model, PullMeter(model, ranks), real=real, uncorrected=real, corrects=False)
+    due = DueFaults(
+        FaultsConfig(plant=(fault,)), loss, model, PullMeter(model, ranks), real=real, uncorrected=real, corrects=False
+    )
     acted = due.begin(version, NO_SAMPLES, [micro_batches])
     return loss, tuple(acted.micro_batches[0]), acted.planted
 
@@ -42,14 +44,18 @@ def test_a_search_finds_what_was_planted_whatever_rows_it_runs(
         fault = kind.model_validate({"start_version": version} | ({} if kind is NanTokenFault else {"factor": 1e5}))
         loss, acted, planted = planted_step(model, alone, micro_batches, fault, version)
         ran = run_step(model, loss, alone, acted)
-        report = watching(model, alone, tau, loss, subtract=savings, cut_sequences=savings, budget_passes=200).observe(ran.norm, ran.data)
+        report = watching(model, alone, tau, loss, subtract=savings, cut_sequences=savings, budget_passes=200).observe(
+            ran.norm, ran.data
+        )
         assert report is not None and report.outcome == "located"
         found = {(hit.trajectory_id, hit.position, hit.micro_batch) for hit in report.hits}
         assert found == {(each.trajectory_id, each.position, each.micro_batch) for each in planted}
         assert len(found) == (2 if kind is TwoSpikesFault else 1)
 
 
-def test_a_search_sees_the_exploded_block_in_every_term(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_a_search_sees_the_exploded_block_in_every_term(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     loss, acted, _ = planted_step(model, alone, healthy, BlockExplosionFault(block=1), 1)
     ran = run_step(model, loss, alone, acted)
     report = watching(model, alone, 1e-9, loss, max_hits=64, budget_passes=2000).observe(ran.norm, ran.data)
@@ -59,7 +65,9 @@ def test_a_search_sees_the_exploded_block_in_every_term(model: PolicyModel, alon
     loss.clear()
 
 
-def test_the_first_block_is_named_forward_and_backward(model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]):
+def test_the_first_block_is_named_forward_and_backward(
+    model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...]
+):
     places, loss, block = NonFinitePlaces(model), spiking_loss(), model.blocks()[1]
     run_step(model, loss, alone, healthy)
     assert places.forward is None and places.backward is None

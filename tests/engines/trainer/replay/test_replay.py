@@ -1,4 +1,5 @@
-"""A saved step runs again from its batch and its weights: the verdict, the block and the token; in a run, from the fault to the command."""
+"""A saved step runs again from its batch and its weights: the verdict, the block and the token; in a run, from the
+fault to the command."""
 
 import json
 from dataclasses import replace
@@ -39,8 +40,14 @@ def replayed(folder: Path, settings: LossSettings, config: dict[str, Any]) -> tu
     try:
         trainer.publish(PolicyVersion(1, 0), folder / "weights")
         report = step(trainer, 1)
-        kept = report if report.skipped else replace(report, skipped="non-finite gradient (norm nan)", grad_norm=float("nan"))
-        trainer.save_step(folder / "saved_steps", stored(seed=1), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0), kept)
+        kept = (
+            report
+            if report.skipped
+            else replace(report, skipped="non-finite gradient (norm nan)", grad_norm=float("nan"))
+        )
+        trainer.save_step(
+            folder / "saved_steps", stored(seed=1), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0), kept
+        )
     finally:
         trainer.close()
     source = ReplaySource(
@@ -48,7 +55,9 @@ def replayed(folder: Path, settings: LossSettings, config: dict[str, Any]) -> tu
         weights_dir=folder / "weights",
         reference_dir=folder / "dense",
         config=TrainerConfig.model_validate(config),
-        settings=replace(settings, faults=FaultsConfig()),  # what was planted is in the saved step, and no draw makes it again
+        settings=replace(
+            settings, faults=FaultsConfig()
+        ),  # what was planted is in the saved step, and no draw makes it again
     )
     return report, replay(source)
 
@@ -58,8 +67,15 @@ def test_a_nan_token_reproduces_and_is_named(tmp_path: Path, dtype: str):
     report, found = replayed(tmp_path, NAN_TOKEN, {**SMALL, "dtype": dtype})
     (planted,) = report.planted
     assert (found.verdict, found.reproduces, found.search) == (ReplayVerdict.BATCH, True, "located")
-    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [(planted.trajectory_id, planted.position)]
-    assert [run.name for run in found.runs] == ["configured", "again", "deterministic", *(["float32"] if dtype == "bfloat16" else [])]
+    assert [(culprit.trajectory_id, culprit.position) for culprit in found.culprits] == [
+        (planted.trajectory_id, planted.position)
+    ]
+    assert [run.name for run in found.runs] == [
+        "configured",
+        "again",
+        "deterministic",
+        *(["float32"] if dtype == "bfloat16" else []),
+    ]
     for run in found.runs:
         assert not run.finite
         # The term alone is bad: every block computes finite values forward, and what flows back to the head is not.
@@ -80,7 +96,8 @@ def test_a_healthy_batch_does_not_reproduce_and_comes_to_the_same_numbers(tmp_pa
         assert found.verdict is ReplayVerdict.OPTIMIZER_STATE
 
 
-# --- a whole run -----------------------------------------------------------------------------------------------------------
+# --- a whole run
+# -----------------------------------------------------------------------------------------------------------
 
 
 def even_tokens(prompt: Prompt, completion: str, trajectory: Trajectory) -> float:
@@ -94,7 +111,15 @@ even_tokens.needs_text = False  # pyright: ignore[reportFunctionMemberAccess]
 def run_with_fault(folder: Path, fault: dict[str, Any], steps: int, **trainer_config: object) -> Path:
     """The run directory of so many versions, whose steps the fault hits."""
     document: dict[str, Any] = {
-        "run": {"dir": str(folder), "name": "run", "steps": steps, "batch_groups": 2, "group_size": 4, "seed": 7, "deterministic": True},
+        "run": {
+            "dir": str(folder),
+            "name": "run",
+            "steps": steps,
+            "batch_groups": 2,
+            "group_size": 4,
+            "seed": 7,
+            "deterministic": True,
+        },
         "model": {"type": "local", "path": str(MODEL)},
         "engine": {"type": "scripted", "latency_mean_s": 0.0},
         "reward": {"type": "python", "function": f"{__name__}:{even_tokens.__name__}"},
@@ -106,7 +131,9 @@ def run_with_fault(folder: Path, fault: dict[str, Any], steps: int, **trainer_co
     return drive_to_its_end(parse_config(document, "test")).path
 
 
-def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names_the_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = run_with_fault(tmp_path, {"type": "nan_token", "start_version": 3}, steps=4)
     events = events_of(run)
     (planted,) = [event for event in events if event["kind"] == "fault_planted"]
@@ -120,7 +147,9 @@ def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names
     replay_step(run, "3", as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert (document["verdict"], document["reproduces"], document["weights"]) == ("batch", True, "e1-v2")
-    assert [(token["trajectory_id"], token["position"]) for token in document["tokens"]] == [(planted["trajectory_id"], planted["position"])]
+    assert [(token["trajectory_id"], token["position"]) for token in document["tokens"]] == [
+        (planted["trajectory_id"], planted["position"])
+    ]
     assert document["saved_loss"] == "nan" and "alone does it" in document["words"]
 
     replay_step(run, "3", as_json=False)
@@ -134,7 +163,9 @@ def test_a_run_skips_the_planted_step_keeps_it_and_goes_on_and_the_command_names
     weights = run / "weights" / "e1-v2"
     file = sorted(weights.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match=r"got weights with digest .*, expected .*: they were changed since; copy them back"):
+    with pytest.raises(
+        UserError, match=r"got weights with digest .*, expected .*: they were changed since; copy them back"
+    ):
         replay_step(run, "3", as_json=False)
     weights.rename(run / "elsewhere")
     with pytest.raises(UserError, match="e1-v2 is gone; copy them back"):
@@ -146,18 +177,35 @@ def test_a_masked_spike_is_kept_where_the_config_says_so_and_its_replay_comes_to
 ):
     gradloc = {"action": "mask", "threshold": {"type": "calibrated", "warmup_steps": 3}}
     fault = {"type": "grad_spike", "start_version": 5, "factor": 1e6}
-    never_clips = {"type": "grpo", "clip_low": 0.999, "clip_high": 1e9}  # the scripted engine's log-probs are no policy's
-    run = run_with_fault(tmp_path, fault, steps=6, gradloc=gradloc, saved_steps={"searched": True}, algorithm=never_clips)
+    never_clips = {
+        "type": "grpo",
+        "clip_low": 0.999,
+        "clip_high": 1e9,
+    }  # the scripted engine's log-probs are no policy's
+    run = run_with_fault(
+        tmp_path, fault, steps=6, gradloc=gradloc, saved_steps={"searched": True}, algorithm=never_clips
+    )
     events = events_of(run)
     (planted,) = [event for event in events if event["kind"] == "fault_planted"]
     (searched,) = [event for event in events if event["kind"] == "gradloc"]
-    assert (searched["step"], searched["outcome"], searched["acted"], searched["saved"], searched["removed"]) == (5, "located", "masked", "5", "")
+    assert (searched["step"], searched["outcome"], searched["acted"], searched["saved"], searched["removed"]) == (
+        5,
+        "located",
+        "masked",
+        "5",
+        "",
+    )
     assert (run / "weights" / "e1-v4").is_dir()
     assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 0
 
     replay_step(run, "5", as_json=True)
     document = json.loads(capsys.readouterr().out)
-    assert (document["verdict"], document["reproduces"], document["applied"], document["search"]) == ("batch", True, True, "located")
+    assert (document["verdict"], document["reproduces"], document["applied"], document["search"]) == (
+        "batch",
+        True,
+        True,
+        "located",
+    )
     assert document["runs"][0]["grad_norm"] == pytest.approx(searched["grad_norm"], rel=1e-4)
     assert document["runs"][0]["loss"] == pytest.approx(searched["loss"], rel=1e-4)
     (token,) = document["tokens"]

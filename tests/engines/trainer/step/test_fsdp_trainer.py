@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from support.builders import build_dispatch, build_group, build_stored
 from support.trainer import trainer_scenarios as scenarios
 from support.trainer.trainer_room import VOCABULARY, stored, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cohere2Config, Cohere2ForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+)
 
 from rollout.errors import UserError
 from rollout.published.manifest import read_manifest, verify_directory
@@ -27,7 +34,11 @@ from trainer.step.policy_trainer import PolicyTrainer
 from trainer.types.histograms import LOG_RATIO_EDGES
 from trainer.types.step import StepRequest
 
-VARIANTS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}, "moe": {"moe": True, "tie_word_embeddings": False}}
+VARIANTS = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "moe": {"moe": True, "tie_word_embeddings": False},
+}
 
 
 @contextmanager
@@ -42,7 +53,9 @@ def trainer_of(folder: Path, model: str = "dense", **config: object) -> Generato
         trainer.close()
 
 
-def reference_logprobs(directory: Path, ids: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> np.ndarray[Any, Any]:
+def reference_logprobs(
+    directory: Path, ids: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32
+) -> np.ndarray[Any, Any]:
     """[T - 1] by transformers' own loading and logits."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     rows = torch.tensor(ids, dtype=torch.int64)[None]
@@ -57,7 +70,9 @@ IDS = np.random.default_rng(0).integers(VOCABULARY, size=19, dtype=np.int32)
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_scores_are_those_of_transformers(tmp_path: Path, variant: str):
     with trainer_of(tmp_path, variant) as trainer:
-        np.testing.assert_allclose(trainer.score(IDS), reference_logprobs(tmp_path / variant, IDS), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            trainer.score(IDS), reference_logprobs(tmp_path / variant, IDS), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -71,9 +86,13 @@ def test_a_publication_is_a_complete_model_with_every_trained_parameter(tmp_path
     verify_directory(manifest)
     assert read_manifest(published).digest == manifest.digest
     np.testing.assert_allclose(reference_logprobs(published, IDS), scores, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(reference_logprobs(published, manifest.canary.token_ids), manifest.canary.logprobs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        reference_logprobs(published, manifest.canary.token_ids), manifest.canary.logprobs, rtol=1e-5, atol=1e-5
+    )
     assert AutoTokenizer.from_pretrained(published).convert_tokens_to_ids("b") == 1
-    assert scenarios.tensors(published).keys() == scenarios.tensors(tmp_path / variant).keys(), "names are those of the model directory"
+    assert scenarios.tensors(published).keys() == scenarios.tensors(tmp_path / variant).keys(), (
+        "names are those of the model directory"
+    )
     assert ("lm_head.weight" in {entry.name for entry in manifest.tensors}) == (variant != "tied")
     assert len(list(published.glob("model-*.safetensors"))) > 1, "the shard size cuts this model"
     assert not list((tmp_path / "w").glob(".partial*"))
@@ -112,7 +131,9 @@ def test_bfloat16_publishes_bfloat16_and_trains_float32_masters(tmp_path: Path):
     assert {entry.dtype for entry in before.tensors} == {"BF16"}
     assert before.digest != after.digest
     assert json.loads((tmp_path / "w1" / "config.json").read_text())["dtype"] == "bfloat16"
-    np.testing.assert_allclose(reference_logprobs(tmp_path / "w1", after.canary.token_ids, torch.bfloat16), after.canary.logprobs, atol=0.1)
+    np.testing.assert_allclose(
+        reference_logprobs(tmp_path / "w1", after.canary.token_ids, torch.bfloat16), after.canary.logprobs, atol=0.1
+    )
 
 
 def test_the_same_inputs_give_the_same_bits(tmp_path: Path):
@@ -156,9 +177,12 @@ def test_activation_checkpointing_and_micro_batches_change_only_rounding(tmp_pat
 
 
 def test_on_policy_the_ratio_is_one(tmp_path: Path):
-    """The log-probs of the loss are those of `score`, at the temperature of the samples: fed back as the old ones they leave no difference."""
+    """The log-probs of the loss are those of `score`, at the temperature of the samples: fed back as the old ones they
+    leave no difference."""
     with trainer_of(tmp_path) as trainer:
-        group = build_group(build_dispatch(0), (1.0, 0.0, 0.5), spans=((PolicyVersion(1, 0), 9),), vocab_size=VOCABULARY)
+        group = build_group(
+            build_dispatch(0), (1.0, 0.0, 0.5), spans=((PolicyVersion(1, 0), 9),), vocab_size=VOCABULARY
+        )
         for trajectory in group.trajectories:
             own = np.concatenate(([0.0], trainer.score(trajectory.token_ids))).astype(np.float32)
             trajectory.rollout_logprobs[:] = np.where(trajectory.sampled, own, 0)
@@ -181,17 +205,27 @@ def test_logprobs_are_taken_at_the_temperature_of_the_samples(tmp_path: Path):
     for trajectory in group.trajectories:
         ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
         with torch.no_grad():
-            cooled = torch.log_softmax(network(ids[None]).logits[0, :-1] / 0.5, dim=-1).gather(1, ids[1:, None]).squeeze(1).numpy()
+            cooled = (
+                torch.log_softmax(network(ids[None]).logits[0, :-1] / 0.5, dim=-1)
+                .gather(1, ids[1:, None])
+                .squeeze(1)
+                .numpy()
+            )
         old = np.where(trajectory.sampled, np.concatenate(([0.0], cooled)), 0).astype(np.float32)
         trajectories.append(replace(trajectory, rollout_logprobs=old, tag=replace(trajectory.tag, temperature=0.5)))
     with trainer_of(tmp_path) as trainer:
-        report = trainer.step(build_stored([replace(group, trajectories=tuple(trajectories))]), StepRequest(policy=PolicyVersion(1, 1), oldest_version=0))
+        report = trainer.step(
+            build_stored([replace(group, trajectories=tuple(trajectories))]),
+            StepRequest(policy=PolicyVersion(1, 1), oldest_version=0),
+        )
     assert report.mean_abs_logprob_difference < 1e-5
 
 
 def test_a_report_counts_terms_masks_and_clips(tmp_path: Path):
     with trainer_of(tmp_path) as trainer:
-        report = trainer.step(stored(lengths=(4, 2), old_logprob=-30.0), StepRequest(policy=PolicyVersion(1, 1), oldest_version=1))
+        report = trainer.step(
+            stored(lengths=(4, 2), old_logprob=-30.0), StepRequest(policy=PolicyVersion(1, 1), oldest_version=1)
+        )
     assert report.num_tokens == 3 * 2 + 3 * 1
     assert report.masked_ids == report.trained_ids == {f"d-{group}/{index}" for group in range(2) for index in range(3)}
     # Every ratio is huge; of three rewards 0, 1/3, 2/3 one advantage is positive and one is 0.
@@ -286,7 +320,10 @@ def test_a_model_that_changes_its_logits_is_refused_by_name(tmp_path: Path):
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    for name, model in (("softcap", Gemma2ForCausalLM(Gemma2Config(**shape))), ("scale", Cohere2ForCausalLM(Cohere2Config(**shape)))):
+    for name, model in (
+        ("softcap", Gemma2ForCausalLM(Gemma2Config(**shape))),
+        ("scale", Cohere2ForCausalLM(Cohere2Config(**shape))),
+    ):
         write_model(tmp_path / name)
         model.save_pretrained(tmp_path / name)
         with pytest.raises(UserError, match=f"{type(model).__name__} changes its logits"):
@@ -297,7 +334,11 @@ def test_a_model_that_changes_its_logits_is_refused_by_name(tmp_path: Path):
 
 def rewrite(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
     tensors = load_file(model / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +349,9 @@ def rewrite(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
         ({"model.norm.weight": torch.zeros(3)}, r"model.norm.weight.*shape \(3,\), expected \(20,\)"),
     ],
 )
-def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str):
+def test_weights_that_do_not_fit_their_config_are_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+):
     rewrite(write_model(tmp_path / "dense"), changes)
     with pytest.raises(UserError, match=message):
         scenarios.build(tmp_path, "unfit")
@@ -316,9 +359,15 @@ def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path, change
 
 @pytest.mark.parametrize(
     ("kind", "rates"),
-    [("constant", [0.5, 1.0, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 0.7, 0.4, 0.1]), ("cosine", [0.5, 1.0, 0.775, 0.325, 0.1])],
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.7, 0.4, 0.1]),
+        ("cosine", [0.5, 1.0, 0.775, 0.325, 0.1]),
+    ],
 )
-def test_learning_rates_warm_up_and_end_at_their_final_fraction(kind: Literal["constant", "linear", "cosine"], rates: list[float]):
+def test_learning_rates_warm_up_and_end_at_their_final_fraction(
+    kind: Literal["constant", "linear", "cosine"], rates: list[float]
+):
     schedule = ScheduleConfig(type=kind, warmup_steps=2, final_fraction=0.1)
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule)
     np.testing.assert_allclose([learning_rate(config, step, 5) for step in (1, 2, 3, 4, 5)], rates, rtol=1e-9)

@@ -1,4 +1,5 @@
-"""A push brings a Grafana to what the repository says, changes nothing the second time, and tells apart what it meets."""
+"""A push brings a Grafana to what the repository says, changes nothing the second time, and tells apart what it
+meets."""
 
 import json
 import socket
@@ -37,7 +38,10 @@ def test_the_first_push_makes_everything_and_the_second_changes_nothing(server: 
     pushes = Pushes(server.url)
     assert pushes() == {"created": 2 + len(FILES)}
     assert {board["folder"] for board in server.dashboards.values()} == {FOLDER_UID}
-    stored = {uid: {k: v for k, v in each["board"].items() if k not in ("id", "version")} for uid, each in server.dashboards.items()}
+    stored = {
+        uid: {k: v for k, v in each["board"].items() if k not in ("id", "version")}
+        for uid, each in server.dashboards.items()
+    }
     assert stored == {file.stem: json.loads(file.read_text()) for file in FILES}
     written = len(server.writes)
     assert pushes() == {"unchanged": 2 + len(FILES)}
@@ -83,8 +87,13 @@ def test_a_dashboard_that_never_stands_still_is_told(server: GrafanaServer):
 
 
 def test_a_dashboard_of_somebody_else_with_the_same_title_is_told(server: GrafanaServer):
-    server.dashboards["theirs"] = {"folder": FOLDER_UID, "board": {"uid": "theirs", "title": "Concord: rollout fleet", "id": 1, "version": 1}}
-    with pytest.raises(UserError, match="another dashboard in folder Concord is called 'Concord: rollout fleet'; rename or move it"):
+    server.dashboards["theirs"] = {
+        "folder": FOLDER_UID,
+        "board": {"uid": "theirs", "title": "Concord: rollout fleet", "id": 1, "version": 1},
+    }
+    with pytest.raises(
+        UserError, match="another dashboard in folder Concord is called 'Concord: rollout fleet'; rename or move it"
+    ):
         Pushes(server.url)()
 
 
@@ -143,7 +152,9 @@ def test_a_prometheus_that_is_no_address_is_refused_before_anything_is_asked(ser
 
 
 def test_an_address_with_a_wrong_path_is_told(server: GrafanaServer):
-    with pytest.raises(UserError, match=r"/nowhere/api/health names no version; is it Grafana's address, with its path\?"):
+    with pytest.raises(
+        UserError, match=r"/nowhere/api/health names no version; is it Grafana's address, with its path\?"
+    ):
         Pushes(f"{server.url}/nowhere")()
     assert server.writes == []
 

@@ -22,10 +22,22 @@ def parse(*overrides: str) -> RunConfig:
     [
         ("run.stepps=3", "run.stepps: unknown key; the nearest known key is 'steps'"),
         ("enginee.type=vllm", "enginee: unknown key; the nearest known key is 'engine'"),
-        ("trainer.gradloc.threshold.tau=5", "its kind is missing; set trainer.gradloc.threshold.type to one of 'given', 'calibrated'"),
-        ("trainer.optimizer.clip.alpha=3", "set trainer.optimizer.clip.type to one of 'global', 'layerclip', 'zclip', 'adagc'"),
-        ("faults.plant=[{factor=3.0}]", "faults.plant: its kind is missing; set faults.plant.type to one of 'stale_replica', "),
-        ("trainer.optimizer.learning_rte=1", "trainer.optimizer.learning_rte: unknown key; the nearest known key is 'learning_rate'"),
+        (
+            "trainer.gradloc.threshold.tau=5",
+            "its kind is missing; set trainer.gradloc.threshold.type to one of 'given', 'calibrated'",
+        ),
+        (
+            "trainer.optimizer.clip.alpha=3",
+            "set trainer.optimizer.clip.type to one of 'global', 'layerclip', 'zclip', 'adagc'",
+        ),
+        (
+            "faults.plant=[{factor=3.0}]",
+            "faults.plant: its kind is missing; set faults.plant.type to one of 'stale_replica', ",
+        ),
+        (
+            "trainer.optimizer.learning_rte=1",
+            "trainer.optimizer.learning_rte: unknown key; the nearest known key is 'learning_rate'",
+        ),
         ("run.steps=0", "run.steps"),
         ("staleness.max_staleness=-1", "staleness.max_staleness"),
         ("run.group_size=1", "set run.group_size to 2 or more"),
@@ -48,9 +60,21 @@ def test_a_mistake_is_named_with_its_key(override: str, said: str) -> None:
     ("overrides", "said"),
     [
         (("engine.type=torch", "engine.return_routing=true"), "set model.moe = true"),
-        (("engine.type=torch", "model.type=tiny", "model.moe=true"), "set engine.return_routing = true (torch, or vllm on GPU)"),
-        (("model.type=tiny", "model.moe=true",), "got trainer.replay_routing = true with engine.type = 'vllm'"),
-        (("trainer.type=scripted", "engine.type=torch", "engine.return_routing=true", "model.type=tiny", "model.moe=true"), 'set trainer.type = "fsdp"'),
+        (
+            ("engine.type=torch", "model.type=tiny", "model.moe=true"),
+            "set engine.return_routing = true (torch, or vllm on GPU)",
+        ),
+        (("model.type=tiny", "model.moe=true"), "got trainer.replay_routing = true with engine.type = 'vllm'"),
+        (
+            (
+                "trainer.type=scripted",
+                "engine.type=torch",
+                "engine.return_routing=true",
+                "model.type=tiny",
+                "model.moe=true",
+            ),
+            'set trainer.type = "fsdp"',
+        ),
     ],
 )
 def test_a_replay_without_routing_to_replay_is_refused_with_the_cure(overrides: tuple[str, ...], said: str) -> None:
@@ -61,7 +85,9 @@ def test_a_replay_without_routing_to_replay_is_refused_with_the_cure(overrides: 
 
 @pytest.mark.parametrize("engine", [("engine.type=torch",), ("engine.type=vllm", "engine.num_gpus=1")])
 def test_a_replay_of_an_engine_that_returns_routing_is_taken(engine: tuple[str, ...]) -> None:
-    config = parse("trainer.replay_routing=true", *engine, "engine.return_routing=true", "model.type=tiny", "model.moe=true")
+    config = parse(
+        "trainer.replay_routing=true", *engine, "engine.return_routing=true", "model.type=tiny", "model.moe=true"
+    )
     assert config.trainer.replay_routing
 
 
@@ -69,7 +95,14 @@ def test_vllm_returns_routing_only_on_gpu_and_where_it_shares_prefixes() -> None
     with pytest.raises(UserError, match=r"needs Triton and so a GPU; set engine.num_gpus"):
         parse("engine.type=vllm", "engine.return_routing=true", "model.type=tiny", "model.moe=true")
     with pytest.raises(UserError, match=r'set engine\.kv_across_versions = "recompute"'):
-        parse("engine.type=vllm", "engine.return_routing=true", "model.type=tiny", "model.moe=true", "engine.num_gpus=1", "engine.kv_across_versions=keep")
+        parse(
+            "engine.type=vllm",
+            "engine.return_routing=true",
+            "model.type=tiny",
+            "model.moe=true",
+            "engine.num_gpus=1",
+            "engine.kv_across_versions=keep",
+        )
 
 
 def test_an_unknown_key_inside_a_chosen_kind_names_that_kinds_keys() -> None:

@@ -15,7 +15,9 @@ from rollout.errors import UserError
 
 def run_of(folder: Path, *overrides: str) -> tuple[RunDir, RunConfig]:
     """A run directory with nothing in it but its config."""
-    config = parse_config({}, "test", (f"run.dir={folder}", "run.name=mine", "model.type=local", f"model.path={MODEL}", *overrides))
+    config = parse_config(
+        {}, "test", (f"run.dir={folder}", "run.name=mine", "model.type=local", f"model.path={MODEL}", *overrides)
+    )
     return create_run_dir(config, "test"), config
 
 

@@ -17,15 +17,20 @@ GOLDEN = json.loads((GOLDEN_FOLDER / "golden_vectors.json").read_text())
 
 @pytest.mark.parametrize("case", GOLDEN["V14_areal"])
 def test_capacity_agrees_with_the_published_formula(case: dict[str, int]) -> None:
-    """`accepted` counts all that ever came back: of it, v x B were trained at versions that the ledger has committed."""
+    """`accepted` counts all that ever came back: of it, v x B were trained at versions that the ledger has
+    committed."""
     waiting = case["accepted"] - case["v"] * case["B"]
     counts = Counts(dispatched=case["running"], ready=max(waiting, 0), trained=case["v"] * case["B"])
     window = Window(max_staleness=case["eta"], batch_groups=case["B"], max_concurrent=case["max_concurrent"])
     assert capacity(window, counts, running=case["running"], uncommitted=0) == case["capacity"]
 
 
-@given(st.integers(0, 4), st.integers(1, 8), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
-def test_admitting_the_capacity_never_overfills_the_window(eta: int, batch: int, running: int, ready: int, leased: int, uncommitted: int) -> None:
+@given(
+    st.integers(0, 4), st.integers(1, 8), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)
+)
+def test_admitting_the_capacity_never_overfills_the_window(
+    eta: int, batch: int, running: int, ready: int, leased: int, uncommitted: int
+) -> None:
     window = Window(max_staleness=eta, batch_groups=batch, max_concurrent=(eta + 1) * batch)
     room = capacity(window, Counts(dispatched=running, ready=ready, leased=leased), running, uncommitted)
     assert room >= 0

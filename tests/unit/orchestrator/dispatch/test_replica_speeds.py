@@ -1,4 +1,5 @@
-"""What the doctor reads of groups: how much slower the slowest replica is, and how far the reward follows length within groups."""
+"""What the doctor reads of groups: how much slower the slowest replica is, and how far the reward follows length within
+groups."""
 
 import numpy as np
 import pytest
@@ -51,11 +52,22 @@ def group(pairs: list[tuple[float, int]]) -> GroupHeader:
         )
         for index, (reward, length) in enumerate(pairs)
     )
-    return GroupHeader(dispatch_id="d", prompt_id="p", pass_index=0, replica=0, trajectories=trajectories, generation_s=1.0, reward_s=0.0, num_bytes=1)
+    return GroupHeader(
+        dispatch_id="d",
+        prompt_id="p",
+        pass_index=0,
+        replica=0,
+        trajectories=trajectories,
+        generation_s=1.0,
+        reward_s=0.0,
+        num_bytes=1,
+    )
 
 
 def test_a_reward_that_is_length_correlates_fully_whatever_the_groups_levels():
-    assert reward_length_correlation([group([(1.0, 10), (2.0, 20)]), group([(5.0, 3), (6.0, 13)])]) == pytest.approx(1.0)
+    assert reward_length_correlation([group([(1.0, 10), (2.0, 20)]), group([(5.0, 3), (6.0, 13)])]) == pytest.approx(
+        1.0
+    )
     assert reward_length_correlation([group([(1.0, 20), (2.0, 10)])]) == pytest.approx(-1.0)
 
 

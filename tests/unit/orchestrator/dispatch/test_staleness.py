@@ -18,16 +18,36 @@ Policy = Literal["drop", "mask", "wait"]
 def header(number: int, *versions: int) -> GroupHeader:
     tokens = tuple((PolicyVersion(1, v), 4) for v in versions)
     trajectory = TrajectoryHeader(
-        trajectory_id=f"d{number:08d}-0", num_tokens=8, num_sampled=4 * len(versions), tokens_by_policy=tokens, reward=1.0, finish_reason=FinishReason.STOP
+        trajectory_id=f"d{number:08d}-0",
+        num_tokens=8,
+        num_sampled=4 * len(versions),
+        tokens_by_policy=tokens,
+        reward=1.0,
+        finish_reason=FinishReason.STOP,
     )
     return GroupHeader(
-        dispatch_id=f"d{number:08d}", prompt_id="p", pass_index=0, replica=0, trajectories=(trajectory,), generation_s=0.1, reward_s=0.0, num_bytes=100
+        dispatch_id=f"d{number:08d}",
+        prompt_id="p",
+        pass_index=0,
+        replica=0,
+        trajectories=(trajectory,),
+        generation_s=0.1,
+        reward_s=0.0,
+        num_bytes=100,
     )
 
 
 def running(number: int, version: int) -> Dispatch:
     prompt = Prompt(prompt_id="p", pass_index=0, text="1+1=")
-    return Dispatch(dispatch_id=f"d{number:08d}", prompt=prompt, group_size=1, attempt=1, policy=PolicyVersion(1, version), replica=0, created_at_s=0.0)
+    return Dispatch(
+        dispatch_id=f"d{number:08d}",
+        prompt=prompt,
+        group_size=1,
+        attempt=1,
+        policy=PolicyVersion(1, version),
+        replica=0,
+        created_at_s=0.0,
+    )
 
 
 def pool(ready: list[GroupHeader], active: list[Dispatch] | None = None) -> Pool:
@@ -37,7 +57,9 @@ def pool(ready: list[GroupHeader], active: list[Dispatch] | None = None) -> Pool
     return made
 
 
-def gate(eta: int, batch: int, policy: Policy = "drop", order: Literal["ready", "dispatch"] = "ready", window: int = 1) -> Gate:
+def gate(
+    eta: int, batch: int, policy: Policy = "drop", order: Literal["ready", "dispatch"] = "ready", window: int = 1
+) -> Gate:
     return Gate(max_staleness=eta, batch_groups=batch, policy=policy, order=order, dispatch_window=window)
 
 
@@ -53,8 +75,11 @@ def gate(eta: int, batch: int, policy: Policy = "drop", order: Literal["ready", 
 def test_no_token_older_than_eta_is_trained_on(
     eta: int, batch: int, policy: Policy, order: Literal["ready", "dispatch"], groups: list[list[int]], trainer: int
 ) -> None:
-    """Invariant 2: under `drop` and `wait` by the choice of groups; under `mask` each group keeps a token that is young enough."""
-    chosen = gate(eta, batch, policy, order).select(pool([header(i, *sorted(v)) for i, v in enumerate(groups)]), trainer, trainer)
+    """Invariant 2: under `drop` and `wait` by the choice of groups; under `mask` each group keeps a token that is young
+    enough."""
+    chosen = gate(eta, batch, policy, order).select(
+        pool([header(i, *sorted(v)) for i, v in enumerate(groups)]), trainer, trainer
+    )
     for group in chosen.batch:
         if policy == "mask":
             assert any(trainer - p.version <= eta for p in group.policies)
@@ -85,7 +110,9 @@ def test_wait_delays_the_step_that_would_make_a_running_group_too_old() -> None:
 
 
 def test_wait_takes_the_oldest_token_first() -> None:
-    chosen = gate(4, 2, "wait").select(pool([header(0, 5), header(1, 4), header(2, 3)]), trainer_version=5, committed_version=5)
+    chosen = gate(4, 2, "wait").select(
+        pool([header(0, 5), header(1, 4), header(2, 3)]), trainer_version=5, committed_version=5
+    )
     assert [g.dispatch_id for g in chosen.batch] == ["d00000002", "d00000001"]
 
 
@@ -97,7 +124,10 @@ def test_ready_order_takes_what_finished_first() -> None:
 def test_dispatch_order_waits_for_the_oldest_dispatch() -> None:
     late = pool([header(1, 5), header(2, 5)], [running(0, 5)])
     assert not gate(2, 2, order="dispatch").select(late, 5, 5).batch
-    assert [g.dispatch_id for g in gate(2, 2, order="dispatch", window=2).select(late, 5, 5).batch] == ["d00000001", "d00000002"]
+    assert [g.dispatch_id for g in gate(2, 2, order="dispatch", window=2).select(late, 5, 5).batch] == [
+        "d00000001",
+        "d00000002",
+    ]
 
 
 def test_groups_of_an_uncommitted_version_are_held() -> None:

@@ -1,4 +1,5 @@
-"""The doctor's rules on made-up runs: the right cause first, quiet where nothing is wrong, and advice that fits the layer."""
+"""The doctor's rules on made-up runs: the right cause first, quiet where nothing is wrong, and advice that fits the
+layer."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +52,11 @@ def test_the_known_story_is_layer_1_first_and_layer_3_second(seed: int):
     known_story(run, seed)
     found = diagnose(run.record())
     assert found.primary is not None
-    assert (found.primary.cause, found.primary.layer, found.primary.severity) == (Cause.LENGTH_REWARD, 1, Severity.CRITICAL)
+    assert (found.primary.cause, found.primary.layer, found.primary.severity) == (
+        Cause.LENGTH_REWARD,
+        1,
+        Severity.CRITICAL,
+    )
     worse = [finding for finding in found.findings if finding.severity is not Severity.INFO]
     assert [(finding.cause, finding.layer) for finding in worse] == [(Cause.LENGTH_REWARD, 1), (Cause.NON_FINITE, 3)]
     advised = [text for finding in worse for text in finding.advice.do]
@@ -107,13 +112,18 @@ def _detached(run: MadeUpRun) -> None:
 
 def _changed(run: MadeUpRun) -> None:
     run.events = [
-        type(e)(kind=e.kind, step=e.step, fields={**e.fields, **({"fingerprint": "other", "part_chat_template": "b"} if e.step > 60 else {})})
+        type(e)(
+            kind=e.kind,
+            step=e.step,
+            fields={**e.fields, **({"fingerprint": "other", "part_chat_template": "b"} if e.step > 60 else {})},
+        )
         for e in run.events
     ]
 
 
 def _groups(wrong: float, right: float, reward: float) -> Callable[[MadeUpRun], None]:
-    """From the start to the end these shares of groups are lost and solved, and the rest differ; nothing is evaluated."""
+    """From the start to the end these shares of groups are lost and solved, and the rest differ; nothing is
+    evaluated."""
 
     def change(run: MadeUpRun) -> None:
         random = np.random.default_rng(len(run.rows))
@@ -128,7 +138,15 @@ def _groups(wrong: float, right: float, reward: float) -> Callable[[MadeUpRun], 
 
 
 def _checked(**fields: object) -> Callable[[MadeUpRun], None]:
-    known = {"train_prompts": 100, "duplicates": 0, "evaluation_prompts": 64, "exact": 0, "by_ngrams": 0, "overlapping": 0, "example": ""}
+    known = {
+        "train_prompts": 100,
+        "duplicates": 0,
+        "evaluation_prompts": 64,
+        "exact": 0,
+        "by_ngrams": 0,
+        "overlapping": 0,
+        "example": "",
+    }
     return lambda run: run.event("prompts_checked", 0, **{**known, **fields})
 
 
@@ -161,7 +179,17 @@ def _block(run: MadeUpRun) -> None:
 
 
 def _gap(cause: str) -> Callable[[MadeUpRun], None]:
-    return lambda run: run.event("consistency_finding", 20, cause=cause, replica=1, policy="e1-v20", gap_nats=0.4, explained=0.9, codes="gap_mean", detail="x")
+    return lambda run: run.event(
+        "consistency_finding",
+        20,
+        cause=cause,
+        replica=1,
+        policy="e1-v20",
+        gap_nats=0.4,
+        explained=0.9,
+        codes="gap_mean",
+        detail="x",
+    )
 
 
 SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
@@ -183,8 +211,14 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.GRADIENT_SPIKE: _spike,
     Cause.ATTENTION_LOGITS: lambda run: run.set("max_attention_logit", lambda t: 140.0, since=len(run.rows) - 3),
     Cause.BLOCK_IMBALANCE: _block,
-    Cause.GRADIENT_COLLAPSE: lambda run: (run.set("grad_norm", lambda t: 1e-5, since=60), run.set("zero_variance_groups", lambda t: 0.2))[0],
-    **{Cause(name): _gap(name) for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")},
+    Cause.GRADIENT_COLLAPSE: lambda run: (
+        run.set("grad_norm", lambda t: 1e-5, since=60),
+        run.set("zero_variance_groups", lambda t: 0.2),
+    )[0],
+    **{
+        Cause(name): _gap(name)
+        for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")
+    },
     Cause.LOW_PROBABILITY_TAIL: _gap("low_probability_tail"),
     Cause.UNKNOWN_GAP: _gap("unknown"),
     Cause.GAP_DRIFT: lambda run: run.event("consistency_drift", 50, replica=0, detail="doubled"),
@@ -232,7 +266,10 @@ def test_disagreement_marks_ratios_untrusted_and_outranks_a_policy_finding_that_
     _collapse(run)
     _gap("precision")(run)
     found = diagnose(run.record())
-    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [Cause.PRECISION, Cause.POLICY_COLLAPSE]
+    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [
+        Cause.PRECISION,
+        Cause.POLICY_COLLAPSE,
+    ]
     assert {"approx_kl", "policy_entropy", "correction_ess"} <= set(found.untrusted)
 
 
@@ -247,7 +284,8 @@ def test_an_upstream_finding_outranks_a_downstream_one():
 
 
 def test_scores_of_two_configurations_are_never_one_trend():
-    """Five good scores, then five bad ones under another template: a change of the evaluation, not a reward that came loose."""
+    """Five good scores, then five bad ones under another template: a change of the evaluation, not a reward that came
+    loose."""
     run = healthy(0)
     rescore(run, lambda t: 0.55 + 0.4 * t if t < 0.5 else 0.2)
     _changed(run)
@@ -263,9 +301,18 @@ def test_an_evaluation_that_is_lost_within_a_few_steps_tells_of_an_inverted_rewa
         run.set(name, lambda t: min(1.0, 0.2 + 2.5 * t))
     run.events.clear()
     for index, score in enumerate((0.53, 0.22, 0.14, 0.03, 0.02, *[0.0] * 8)):
-        run.event("evaluation", 5 * index, score=score, stderr=math.sqrt(score * (1 - score) / 64), version=5 * index, fingerprint="a")
+        run.event(
+            "evaluation",
+            5 * index,
+            score=score,
+            stderr=math.sqrt(score * (1 - score) / 64),
+            version=5 * index,
+            fingerprint="a",
+        )
     found = diagnose(run.record())
-    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [Cause.REWARD_INVERTED]
+    assert [finding.cause for finding in found.findings if finding.severity is not Severity.INFO] == [
+        Cause.REWARD_INVERTED
+    ]
 
 
 def test_a_last_unsolved_group_among_solved_ones_makes_no_spike():
@@ -284,9 +331,33 @@ def test_a_step_that_was_skipped_on_request_is_not_called_non_finite():
 def test_a_spike_names_the_token_that_a_search_found():
     run = healthy(0)
     _spike(run)
-    run.event("gradloc", len(run.rows) - 5, step=len(run.rows) - 4, outcome="located", culprits=1, token_text="7", trajectory_id="d00000012-3")
-    run.event("gradloc", len(run.rows) - 5, step=len(run.rows) - 4, outcome="diffuse", culprits=9, token_text="8", trajectory_id="d00000013-3")
-    run.event("gradloc", len(run.rows) - 1, step=len(run.rows), outcome="located", culprits=1, token_text="9", trajectory_id="d00000014-3")
+    run.event(
+        "gradloc",
+        len(run.rows) - 5,
+        step=len(run.rows) - 4,
+        outcome="located",
+        culprits=1,
+        token_text="7",
+        trajectory_id="d00000012-3",
+    )
+    run.event(
+        "gradloc",
+        len(run.rows) - 5,
+        step=len(run.rows) - 4,
+        outcome="diffuse",
+        culprits=9,
+        token_text="8",
+        trajectory_id="d00000013-3",
+    )
+    run.event(
+        "gradloc",
+        len(run.rows) - 1,
+        step=len(run.rows),
+        outcome="located",
+        culprits=1,
+        token_text="9",
+        trajectory_id="d00000014-3",
+    )
     primary = diagnose(run.record()).primary
     assert primary is not None and "token '7' of d00000012-3" in primary.summary
 
@@ -359,7 +430,9 @@ def test_answers_that_grow_without_an_evaluation_are_told_as_info(evaluated: boo
     _better(run, evaluated)
     found = diagnose(run.record())
     assert found.primary is None
-    assert [f.severity for f in found.findings if f.cause is Cause.LENGTH_GROWTH] == ([] if evaluated else [Severity.INFO])
+    assert [f.severity for f in found.findings if f.cause is Cause.LENGTH_GROWTH] == (
+        [] if evaluated else [Severity.INFO]
+    )
 
 
 def test_a_handful_of_prompts_learned_by_heart_is_no_inverted_reward():

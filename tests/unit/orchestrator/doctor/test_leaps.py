@@ -9,7 +9,13 @@ from orchestrator.metrics.causes import Cause
 def steady(steps: int) -> MadeUpRun:
     """Neither better nor worse: nothing of the policy moves."""
     run = healthy(0, steps)
-    for name, value in (("reward_mean", 0.5), ("policy_entropy", 0.5), ("all_correct_groups", 0.1), ("all_wrong_groups", 0.1), ("zero_variance_groups", 0.2)):
+    for name, value in (
+        ("reward_mean", 0.5),
+        ("policy_entropy", 0.5),
+        ("all_correct_groups", 0.1),
+        ("all_wrong_groups", 0.1),
+        ("zero_variance_groups", 0.2),
+    ):
         run.set(name, lambda t, value=value: value)
     run.set("approx_kl", lambda t: 0.005)
     rescore(run, lambda t: 0.5)

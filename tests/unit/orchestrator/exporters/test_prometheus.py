@@ -1,4 +1,5 @@
-"""What Prometheus gets while a loop runs: declared series only, counters from 0, and nothing that could stop the training."""
+"""What Prometheus gets while a loop runs: declared series only, counters from 0, and nothing that could stop the
+training."""
 
 import json
 import socket
@@ -39,8 +40,14 @@ def test_a_run_serves_declared_series_and_no_more_than_its_sizes_allow(tmp_path:
     sizes = sizes_of(config_of(tmp_path, STEPS), blocks=0, heads=0)
     counts = series_by_metric(name for name, _ in samples)
     assert not {name: count for name, count in counts.items() if count > DECLARED[name].max_series(sizes)}
-    fixed = [m for m in DECLARED.values() if m.type is not MetricType.GAUGE and all(label.values or label.name == "replica" for label in m.labels)]
-    assert {m.name: counts[m.name] for m in fixed} == {m.name: m.max_series(sizes) for m in fixed}, "counters and histograms are there from 0"
+    fixed = [
+        m
+        for m in DECLARED.values()
+        if m.type is not MetricType.GAUGE and all(label.values or label.name == "replica" for label in m.labels)
+    ]
+    assert {m.name: counts[m.name] for m in fixed} == {m.name: m.max_series(sizes) for m in fixed}, (
+        "counters and histograms are there from 0"
+    )
 
 
 def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
@@ -48,7 +55,12 @@ def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
         _, summary = drive_served(tmp_path, exporter, STEPS)
         samples = scrape(exporter.url)
     assert value_of(samples, "concord_steps_total", outcome="applied") == STEPS
-    assert value_of(samples, "concord_trained_groups_total") == value_of(samples, "concord_trained") == summary["trained"] == STEPS * BATCH
+    assert (
+        value_of(samples, "concord_trained_groups_total")
+        == value_of(samples, "concord_trained")
+        == summary["trained"]
+        == STEPS * BATCH
+    )
     assert value_of(samples, "concord_dispatched_groups_total") == summary["dispatched"]
     assert value_of(samples, "concord_group_pass_rate_count") == STEPS * BATCH
     assert value_of(samples, "concord_response_length_tokens_count") == STEPS * BATCH * GROUP
@@ -66,8 +78,16 @@ def test_text_is_that_of_prometheus_client_whatever_was_shown_before():
     distributions = Distributions()
     kept = {"concord_step": {(): 7.0}}
     awkward: dict[tuple[str, ...], float] = {('a "b"\\\n\u2028 c',): float("nan"), ("plain",): float("inf")}
-    first: dict[str, dict[tuple[str, ...], float]] = {**kept, "concord_loss": {(): 0.5}, "concord_steps_total": {("applied",): 1.0, ("skipped",): 0.0}}
-    second = {**kept, "concord_steps_total": {("skipped",): 3.0, ("applied",): 2e17}, "concord_reward_part_mean": awkward}
+    first: dict[str, dict[tuple[str, ...], float]] = {
+        **kept,
+        "concord_loss": {(): 0.5},
+        "concord_steps_total": {("applied",): 1.0, ("skipped",): 0.0},
+    }
+    second = {
+        **kept,
+        "concord_steps_total": {("skipped",): 3.0, ("applied",): 2e17},
+        "concord_reward_part_mean": awkward,
+    }
     before = Snapshot(numbers=first, distributions=distributions.copy())
     distributions.observe("concord_group_pass_rate", 0.5)
     distributions.observe("concord_log_ratio_nats", -1e-5, "total")
@@ -120,9 +140,19 @@ def test_reward_parts_beyond_the_declared_number_are_summed_up():
 
 def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
     gap = ReplicaGap(
-        replica=0, newest=PolicyVersion(1, 1), engine="torch", num_tokens=9, mean_abs=0.9, mean_abs_limit=0.05, max_abs=2.0, k3=0.1, ess=0.9,
-        outside_factor_two=0.1, findings=(), attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
-    )  # fmt: skip
+        replica=0,
+        newest=PolicyVersion(1, 1),
+        engine="torch",
+        num_tokens=9,
+        mean_abs=0.9,
+        mean_abs_limit=0.05,
+        max_abs=2.0,
+        k3=0.1,
+        ess=0.9,
+        outside_factor_two=0.1,
+        findings=(),
+        attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
+    )
     assert {cause: nats for cause, nats in attributed(gap).items() if nats} == {"weight_sync": 0.7, "unknown": 0.2}
     assert set(attributed(gap)) == set(Cause)
 
@@ -185,13 +215,17 @@ def test_a_disk_that_refuses_the_targets_takes_no_metrics_away(tmp_path: Path):
     assert run.prometheus_targets == targets
     assert json.loads(targets.read_text())[0]["targets"] == [exporter.target]
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
-    assert [event["what"] for event in events if event["kind"] == "side_file_failed"] == ["where Prometheus finds the run"]
+    assert [event["what"] for event in events if event["kind"] == "side_file_failed"] == [
+        "where Prometheus finds the run"
+    ]
 
 
 def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
         run, _ = drive_served(tmp_path, exporter, STEPS)
-    assert json.loads(run.prometheus_targets.read_text()) == [{"targets": [exporter.target], "labels": {"job": "concord", "run": "run"}}]
+    assert json.loads(run.prometheus_targets.read_text()) == [
+        {"targets": [exporter.target], "labels": {"job": "concord", "run": "run"}}
+    ]
 
 
 def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""Steps go to the trackers under the catalogue's names; what fails or hangs there is told once, and neither ends nor delays a run."""
+"""Steps go to the trackers under the catalogue's names; what fails or hangs there is told once, and neither ends nor
+delays a run."""
 
 import threading
 from pathlib import Path
@@ -149,8 +150,12 @@ def test_a_run_gives_each_step_of_its_metric_parts_and_its_histograms_to_tensorb
     rows, found = metric_rows(run), read(tmp_path / "tensorboard")
     for column in ("reward_mean", "wall_seconds", "in_flight", "consistency_gap_mean", "engine_busy"):
         measured = [(int(row["step"]), row[column]) for row in rows if row[column] != -1.0]
-        assert curve(found, tag_of(f"concord_{column}")) == [(step, pytest.approx(value, rel=1e-6)) for step, value in measured]
-    shown = [make_ndarray(each.tensor_proto)[:, 2].sum() for each in found.Tensors(tag_of("concord_response_length_tokens"))]
+        assert curve(found, tag_of(f"concord_{column}")) == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in measured
+        ]
+    shown = [
+        make_ndarray(each.tensor_proto)[:, 2].sum() for each in found.Tensors(tag_of("concord_response_length_tokens"))
+    ]
     assert shown == [BATCH * GROUP] * 5
     assert curve(found, tag_of("concord_diagnosis", ("1",)))[0][0] == 1
     assert tag_of("concord_replica_gap_nats", ("0", "p99")) in found.Tags()["tensors"]
@@ -158,7 +163,8 @@ def test_a_run_gives_each_step_of_its_metric_parts_and_its_histograms_to_tensorb
 
 
 def drive_until_it_dies_and_again(tmp_path: Path, *overrides: str) -> Case:
-    """Eight steps with a checkpoint after the third; the sixth step fails, and a resume repeats the fourth and fifth."""
+    """Eight steps with a checkpoint after the third; the sixth step fails, and a resume repeats the fourth and
+    fifth."""
     case = Case(tmp_path, *overrides, trainer=None)
     case.trainer = DiesOnce(case.config.trainer)
     said: list[str] = []
@@ -209,7 +215,9 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_tracker_go_
     assert summary["steps"] == 5
     assert [points.step for points in keeping.points] == [1, 2, 3, 4, 5]
     assert len(failing.points) == 1
-    assert [text.partition(";")[0] for text in reporter.said if "TensorBoard" in text] == ["TensorBoard: OSError: disk full"]
+    assert [text.partition(";")[0] for text in reporter.said if "TensorBoard" in text] == [
+        "TensorBoard: OSError: disk full"
+    ]
 
 
 def test_a_tracker_that_hangs_delays_no_step_and_is_told():
@@ -221,7 +229,9 @@ def test_a_tracker_that_hangs_delays_no_step_and_is_told():
         assert keeping.arrived.acquire(timeout=10.0)
     trackers.close()
     hanging.released.set()
-    assert said == ["Weights & Biases: 3 steps wait for it; nothing more goes to Weights & Biases, the training goes on"]
+    assert said == [
+        "Weights & Biases: 3 steps wait for it; nothing more goes to Weights & Biases, the training goes on"
+    ]
     assert [points.step for points in keeping.points] == list(range(1, 11))
 
 

@@ -1,4 +1,5 @@
-"""The service in the whole loop, in one process: what gates, what only watches, and what happens when it is slow or dead."""
+"""The service in the whole loop, in one process: what gates, what only watches, and what happens when it is slow or
+dead."""
 
 import asyncio
 import json
@@ -47,13 +48,21 @@ class WatchedTrainer(ScriptedTrainer):
         self.sources.append(request.old_logprobs)
         self.verdicts.append(groups.verdicts)
         replayed, fallback = self.replayed
-        return replace(super().step(groups, request), routing_replayed_fraction=replayed, routing_fallback_fraction=fallback)
+        return replace(
+            super().step(groups, request), routing_replayed_fraction=replayed, routing_fallback_fraction=fallback
+        )
 
 
 class Case:
     """One run of scripted engines with a service that a test provides."""
 
-    def __init__(self, tmp_path: Path, consistency: dict[str, Any], *overrides: str, make: Callable[[ConsistencyConfig], Auditor] = scripted_auditor) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        consistency: dict[str, Any],
+        *overrides: str,
+        make: Callable[[ConsistencyConfig], Auditor] = scripted_auditor,
+    ) -> None:
         document: dict[str, object] = {
             "run": {"dir": str(tmp_path), "name": "run", "steps": 6, "batch_groups": 3, "group_size": 2},
             "engine": {"type": "scripted"},
@@ -98,7 +107,9 @@ class Broken(Auditor):
     def __init__(self, config: ConsistencyConfig, left: list[int]) -> None:
         self._inner, self._left = scripted_auditor(config), left
 
-    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+    def audit(
+        self, groups: StoredGroups, context: AuditContext, kind: str
+    ) -> tuple[AuditReport, tuple[Annotation, ...]]:
         from rollout.errors import ProcessLostError
 
         if self._left[0] > 0:
@@ -113,7 +124,9 @@ class Stuck(Auditor):
     def __init__(self, released: threading.Event) -> None:
         self._released = released
 
-    def audit(self, groups: StoredGroups, context: AuditContext, kind: str) -> tuple[AuditReport, tuple[Annotation, ...]]:
+    def audit(
+        self, groups: StoredGroups, context: AuditContext, kind: str
+    ) -> tuple[AuditReport, tuple[Annotation, ...]]:
         self._released.wait(DEADLINE_S)
         return AuditReport(groups=(), gaps=(), scored_tokens=0, seconds=0.0, held_versions=0, held_bytes=0), ()
 
@@ -150,14 +163,20 @@ def test_a_quarantined_group_is_not_trained_on_and_its_capacity_and_prompt_come_
         trained = {i for commit in reader.commits() for i in commit.dispatch_ids}
         refused = [event["dispatch_id"] for event in case.events("rejected")]
         assert not trained & set(refused)
-        assert all(reader.read_group(i) is not None and reader.annotations(i) for i in refused)  # kept, with its evidence
+        assert all(
+            reader.read_group(i) is not None and reader.annotations(i) for i in refused
+        )  # kept, with its evidence
         assert all(event["readmitted"] for event in case.events("rejected"))
     finally:
         reader.close()
 
 
 def test_one_bad_trajectory_leaves_its_group_in_training(tmp_path: Path) -> None:
-    case = Case(tmp_path, {"mode": "gate", "on_fail": "reject"}, make=shifted(lambda t, o: 0.2 if t.trajectory_id.endswith(BAD) else 0.0))
+    case = Case(
+        tmp_path,
+        {"mode": "gate", "on_fail": "reject"},
+        make=shifted(lambda t, o: 0.2 if t.trajectory_id.endswith(BAD) else 0.0),
+    )
     summary = case.drive()
     assert not {"inconsistent", "quarantined"} & set(summary["rejected"])
     verdicts = [t.verdict for step in case.trainer.verdicts for v in step for t in decode_evidence(v).trajectories]
@@ -175,12 +194,16 @@ def test_audit_watches_a_share_and_the_estimator_never_hears_of_it(tmp_path: Pat
     found = case.events("consistency_finding")
     assert found
     for event in found:
-        assert sum(value for name, value in event.items() if name.endswith("_nats") and name != "gap_nats") == pytest.approx(event["gap_nats"])
+        assert sum(
+            value for name, value in event.items() if name.endswith("_nats") and name != "gap_nats"
+        ) == pytest.approx(event["gap_nats"])
     assert len(case.events("consistency_baseline")) == 1
 
 
 def test_routing_that_does_not_arrive_is_an_event_once_and_a_column_and_no_finding(tmp_path: Path) -> None:
-    case = Case(tmp_path, {"mode": "gate"}, make=lambda config: scripted_auditor(config, moe=True, routing_expected=True))
+    case = Case(
+        tmp_path, {"mode": "gate"}, make=lambda config: scripted_auditor(config, moe=True, routing_expected=True)
+    )
     case.drive()
     (event,) = case.events("routing_incomplete")
     assert (event["replica"], event["coverage"], event["codes"]) == (0, 0.0, "routing_missing")
@@ -234,7 +257,9 @@ def test_a_service_that_keeps_dying_ends_the_run_with_the_reason(tmp_path: Path)
 
 def test_a_service_that_is_behind_degrades_gate_only_if_the_config_says_so_and_says_so(tmp_path: Path) -> None:
     released = threading.Event()
-    case = Case(tmp_path, {"mode": "gate", "when_behind": "audit", "behind_s": 0.05}, make=lambda config: Stuck(released))
+    case = Case(
+        tmp_path, {"mode": "gate", "when_behind": "audit", "behind_s": 0.05}, make=lambda config: Stuck(released)
+    )
     summary = case.drive(on_step=lambda step: released.set() if step == 6 else None)
     assert summary["version"] == 6
     assert case.trainer.sources == [OldLogprobSource.ROLLOUT] * 6
@@ -259,7 +284,10 @@ def test_a_resumed_run_goes_on_with_the_baseline_of_its_start(tmp_path: Path) ->
     stored = json.loads((case.run.path / "baseline.json").read_text())
     assert [baseline["replica"] for baseline in stored] == [0]
     longer = Case.__new__(Case)
-    longer.__dict__.update(case.__dict__ | {"config": case.config.model_copy(update={"run": case.config.run.model_copy(update={"steps": 8})})})
+    longer.__dict__.update(
+        case.__dict__
+        | {"config": case.config.model_copy(update={"run": case.config.run.model_copy(update={"steps": 8})})}
+    )
     longer.drive()
     assert json.loads((case.run.path / "baseline.json").read_text()) == stored
     assert len(case.events("consistency_baseline")) == 1

@@ -1,4 +1,5 @@
-"""Evaluations in the whole loop, in one process: when they are due, what they leave behind, and that training never hears of them."""
+"""Evaluations in the whole loop, in one process: when they are due, what they leave behind, and that training never
+hears of them."""
 
 import asyncio
 from collections.abc import Callable
@@ -55,7 +56,9 @@ class Case:
             change(fleet)
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    return await drive(self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter, sinks=self.sinks)
+                    return await drive(
+                        self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter, sinks=self.sinks
+                    )
             finally:
                 await fleet.close()
 
@@ -82,7 +85,11 @@ class FakeEvaluator:
         return answer
 
 
-def report(score: float | None = 0.5, parts: tuple[tuple[str, str], ...] = (("sampling", "greedy"),), versions: tuple[int, ...] = (0,)) -> EvaluationReport:
+def report(
+    score: float | None = 0.5,
+    parts: tuple[tuple[str, str], ...] = (("sampling", "greedy"),),
+    versions: tuple[int, ...] = (0,),
+) -> EvaluationReport:
     return EvaluationReport(
         score=score,
         stderr=0.1,
@@ -111,7 +118,13 @@ def test_the_first_version_every_few_steps_and_the_last_one_are_scored(tmp_path:
     assert (last["version"], last["oldest_version"], last["mixed"], last["prompts"]) == (8, 8, False, 5)
     assert last["weights_digest"] and last["fingerprint"] and last["part_chat_template"] is not None
     assert len({event["fingerprint"] for event in scores}) == 1
-    assert summary["dispatched"] == summary["trained"] + sum(summary["rejected"].values()) + sum(summary["failed"].values()) + summary["in_flight"]
+    assert (
+        summary["dispatched"]
+        == summary["trained"]
+        + sum(summary["rejected"].values())
+        + sum(summary["failed"].values())
+        + summary["in_flight"]
+    )
 
 
 class SlowFirst(LocalEvaluator):
@@ -141,7 +154,11 @@ def test_version_0_is_scored_whole_however_long_that_takes_and_training_goes_on_
     case.drive(slow)
     first = case.events("evaluation")[0]
     assert (first["version"], first["oldest_version"], first["mixed"]) == (0, 0, False)
-    committed = [event["policy"] for event in events_of(case.run.path) if event["kind"] == "version_committed" and event["number"] < first["number"]]
+    committed = [
+        event["policy"]
+        for event in events_of(case.run.path)
+        if event["kind"] == "version_committed" and event["number"] < first["number"]
+    ]
     assert committed == ["e1-v0"]
     assert len([event for event in case.events("step_committed") if event["number"] < first["number"]]) >= eta + 1
 
@@ -162,7 +179,8 @@ class NeverAnswers(FakeEvaluator):
 
 
 class Room:
-    """Stands where replicas, publisher, book and fleet stand; its policy is committed, and its evaluator scores that."""
+    """Stands where replicas, publisher, book and fleet stand; its policy is committed, and its evaluator scores
+    that."""
 
     def __init__(self, version: int, *ports: Replica) -> None:
         self.policy, self.digest = PolicyVersion(1, version), "d" * 64
@@ -248,7 +266,9 @@ def test_evaluations_leave_no_trace_in_the_store_of_training(tmp_path: Path):
     case = Case(tmp_path)
     case.drive()
     assert_every_dispatch_ends_once(case.run.path)
-    assert not [event for event in events_of(case.run.path) if str(event.get("dispatch_id", "")).startswith("evaluation")]
+    assert not [
+        event for event in events_of(case.run.path) if str(event.get("dispatch_id", "")).startswith("evaluation")
+    ]
 
 
 def test_rows_hold_the_newest_score_and_count_changes_of_the_configuration(tmp_path: Path):
@@ -314,9 +334,12 @@ def cannot_start() -> FakeEvaluator:
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"), [(cannot_start, "the evaluation did not start"), (lambda: Unconnectable([report()]), "the evaluation is gone")]
+    ("make", "reason"),
+    [(cannot_start, "the evaluation did not start"), (lambda: Unconnectable([report()]), "the evaluation is gone")],
 )
-def test_an_evaluation_that_never_starts_ends_no_run_and_is_tried_when_it_is_due(tmp_path: Path, make: Callable[[], FakeEvaluator], reason: str):
+def test_an_evaluation_that_never_starts_ends_no_run_and_is_tried_when_it_is_due(
+    tmp_path: Path, make: Callable[[], FakeEvaluator], reason: str
+):
     case = Case(tmp_path)
     summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", make))
     failed = case.events("evaluation_failed")
@@ -341,7 +364,9 @@ class NotesTasks(FakeEvaluator):
 
 def test_a_last_score_that_takes_long_is_no_stall_of_the_training(tmp_path: Path):
     names = set[str]()
-    Case(tmp_path, "evaluation.every_steps=50", steps=2).drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: NotesTasks(names)))
+    Case(tmp_path, "evaluation.every_steps=50", steps=2).drive(
+        lambda fleet: setattr(fleet, "make_evaluator", lambda: NotesTasks(names))
+    )
     assert "evaluation" in names
     assert "stall watch" not in names
 
@@ -369,7 +394,9 @@ def test_a_stop_does_not_wait_for_the_last_score(tmp_path: Path):
         fleet.make_evaluator = lambda: StuckEvaluator(lambda: ask[0]())
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await drive(case.config, case.run, inputs_of(case.config, MODEL), fleet, case.reporter, ask.append)
+                return await drive(
+                    case.config, case.run, inputs_of(case.config, MODEL), fleet, case.reporter, ask.append
+                )
         finally:
             await fleet.close()
 
@@ -385,7 +412,12 @@ def test_without_a_finished_prompt_there_is_an_event_and_no_score(tmp_path: Path
 
 
 def test_a_run_that_starts_says_what_its_prompts_are(tmp_path: Path):
-    case = Case(tmp_path, "environment={type=\"arithmetic\", prompts=40}", steps=2)
+    case = Case(tmp_path, 'environment={type="arithmetic", prompts=40}', steps=2)
     case.drive()
     (event,) = case.events("prompts_checked")
-    assert (event["train_prompts"], event["duplicates"], event["evaluation_prompts"], event["overlapping"]) == (40, 0, 5, 0)
+    assert (event["train_prompts"], event["duplicates"], event["evaluation_prompts"], event["overlapping"]) == (
+        40,
+        0,
+        5,
+        0,
+    )

@@ -13,9 +13,19 @@ RISING = [1e-3 * (1 + version) for version in range(LEAST_VERSIONS)]
 
 def gap(version: int, mean_abs: float, replica: int = 0, num_tokens: int = 100) -> ReplicaGap:
     return ReplicaGap(
-        replica=replica, newest=PolicyVersion(BASE.trainer_epoch, version), engine="torch", num_tokens=num_tokens, mean_abs=mean_abs,
-        mean_abs_limit=0.05, max_abs=mean_abs, k3=0.0, ess=1.0, outside_factor_two=0.0, findings=(), attribution=None,
-    )  # fmt: skip
+        replica=replica,
+        newest=PolicyVersion(BASE.trainer_epoch, version),
+        engine="torch",
+        num_tokens=num_tokens,
+        mean_abs=mean_abs,
+        mean_abs_limit=0.05,
+        max_abs=mean_abs,
+        k3=0.0,
+        ess=1.0,
+        outside_factor_two=0.0,
+        findings=(),
+        attribution=None,
+    )
 
 
 def told(drift: GapDrift, means: Sequence[float], start: int = 0, incarnation: int = 0) -> list[int]:

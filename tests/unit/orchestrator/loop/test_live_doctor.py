@@ -1,4 +1,5 @@
-"""The doctor inside the loop: it looks every few steps, tells a new primary finding once, and its own trouble never ends the training."""
+"""The doctor inside the loop: it looks every few steps, tells a new primary finding once, and its own trouble never
+ends the training."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +31,9 @@ def shown(doctor: LiveDoctor) -> tuple[dict[str, float], list[str]]:
     numbers = Snapshot(numbers=doctor.numbers(), distributions={}).numbers
     primary = numbers["concord_diagnosis_primary"]
     assert set(primary) == {(cause,) for cause in (*Cause, NO_CAUSE)}
-    return {layer: rank for (layer,), rank in numbers["concord_diagnosis"].items()}, [cause for (cause,), is_primary in primary.items() if is_primary]
+    return {layer: rank for (layer,), rank in numbers["concord_diagnosis"].items()}, [
+        cause for (cause,), is_primary in primary.items() if is_primary
+    ]
 
 
 def test_every_layer_is_shown_before_the_first_look():
@@ -65,7 +68,12 @@ def vanished(run: MadeUpRun) -> None:
 
 def too_hard(run: MadeUpRun) -> None:
     """From the start nothing is right."""
-    for name, value in (("reward_mean", 0.01), ("all_correct_groups", 0.0), ("all_wrong_groups", 0.98), ("zero_variance_groups", 0.98)):
+    for name, value in (
+        ("reward_mean", 0.01),
+        ("all_correct_groups", 0.0),
+        ("all_wrong_groups", 0.98),
+        ("zero_variance_groups", 0.98),
+    ):
         run.set(name, lambda t, value=value: value)
     rescore(run, lambda t: 0.01)
 
@@ -88,7 +96,9 @@ def detached(run: MadeUpRun) -> None:
         (detached, Cause.REWARD_DETACHED),
     ],
 )
-def test_what_went_wrong_early_stays_found_however_long_the_loop_goes_on(trouble: Callable[[MadeUpRun], None], cause: Cause):
+def test_what_went_wrong_early_stays_found_however_long_the_loop_goes_on(
+    trouble: Callable[[MadeUpRun], None], cause: Cause
+):
     run, told = healthy(0, 1500), Told()
     trouble(run)
     whole = diagnose(run.record())
@@ -113,7 +123,8 @@ def test_what_went_wrong_early_stays_found_however_long_the_loop_goes_on(trouble
 
 
 def test_a_slow_rise_is_no_leap_where_rows_are_missing():
-    """Rows in the middle are gone: KL there went slowly from little to much, while the reward was lost for another reason."""
+    """Rows in the middle are gone: KL there went slowly from little to much, while the reward was lost for another
+    reason."""
     run = healthy(0, 1500)
     run.set("approx_kl", lambda t: 0.005 + 0.6 * t)
     run.set("policy_entropy", lambda t: 0.5)
@@ -131,7 +142,10 @@ def test_a_new_primary_finding_is_told_once_and_exported():
     doctor = LiveDoctor(told.record)
     for row in healthy(0).rows:
         doctor.step(row, Counts(), [])
-    doctor.event("consistency_finding", {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"})
+    doctor.event(
+        "consistency_finding",
+        {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
+    )
     asyncio.run(doctor.look())
     asyncio.run(doctor.look())
     assert [(kind, fields["cause"], fields["diagnosis_layer"], fields["severity"]) for kind, fields in told.events] == [
@@ -145,7 +159,10 @@ def test_many_events_of_one_kind_displace_no_other_kind():
     doctor = LiveDoctor(told.record)
     for row in healthy(0).rows:
         doctor.step(row, Counts(), [])
-    doctor.event("consistency_finding", {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"})
+    doctor.event(
+        "consistency_finding",
+        {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
+    )
     for _ in range(MAX_EVENTS):
         doctor.event("evaluation", {"score": None})
     asyncio.run(doctor.look())
@@ -165,7 +182,10 @@ def test_every_layer_with_a_finding_is_shown_and_the_primary_one_named():
     doctor = LiveDoctor(Told().record)
     for index, row in enumerate(healthy(0).rows):
         doctor.step(row, Counts(failed=(("reward_raised", 5 * index),)), [])
-    doctor.event("consistency_finding", {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"})
+    doctor.event(
+        "consistency_finding",
+        {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
+    )
     asyncio.run(doctor.look())
     assert shown(doctor) == ({"1": 2.0, "2": 0.0, "3": 0.0, "4": 3.0}, ["reward_failures"])
 

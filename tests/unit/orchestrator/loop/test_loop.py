@@ -1,4 +1,5 @@
-"""The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever happens to them."""
+"""The whole loop in one process: real store, episode workers, rewards and scripted engines; what must hold whatever
+happens to them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -64,7 +65,12 @@ def test_mask_trains_no_stale_token_and_counts_what_it_masked(tmp_path: Path) ->
     assert summary["max_token_staleness"] <= 1
     masked = summary["trajectories"]["masked"]
     assert sum(summary["trajectories"][kind] for kind in ("trained", "dropped")) == 20 * 3 * 2
-    assert (masked > 0) == any(version < step - 2 for step, groups in trained_versions(case).items() for versions in groups for version in versions)
+    assert (masked > 0) == any(
+        version < step - 2
+        for step, groups in trained_versions(case).items()
+        for versions in groups
+        for version in versions
+    )
 
 
 def test_eta_0_samples_every_token_of_a_step_under_the_version_before_it(tmp_path: Path) -> None:
@@ -78,7 +84,9 @@ def test_eta_0_samples_every_token_of_a_step_under_the_version_before_it(tmp_pat
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_deterministic_mode_fixes_the_version_of_every_step(tmp_path: Path, eta: int) -> None:
     """The groups of step k are sampled wholly under version max(0, k - 1 - eta), in dispatch order."""
-    case = Case(tmp_path, f"staleness.max_staleness={eta}", "run.deterministic=true", "staleness.order=dispatch", *UNEVEN)
+    case = Case(
+        tmp_path, f"staleness.max_staleness={eta}", "run.deterministic=true", "staleness.order=dispatch", *UNEVEN
+    )
     case.drive()
     assert trained_versions(case) == {step: [{max(0, step - 1 - eta)}] * 3 for step in range(1, 9)}
     assert [i for _, ids in case.batches for i in ids] == [f"d{n:08d}" for n in range(24)]
@@ -158,7 +166,9 @@ class Wrapped(EngineWrap):
             return report
         self._plan.done = True
         if self._plan.how == "digest":
-            return ApplyReport(policy=report.policy, digest="0" * 64, pause_s=report.pause_s, interrupted=report.interrupted)
+            return ApplyReport(
+                policy=report.policy, digest="0" * 64, pause_s=report.pause_s, interrupted=report.interrupted
+            )
         self._canary_wrong = True
         return report
 
@@ -221,7 +231,8 @@ def test_a_killed_episode_worker_is_replaced_and_its_prompts_come_again(tmp_path
 
 
 def test_a_worker_that_refuses_work_gets_no_more_before_it_is_replaced(tmp_path: Path) -> None:
-    """Admission hears of its death before collection does; were it to try again at once, it would dispatch without end and let nobody else run."""
+    """Admission hears of its death before collection does; were it to try again at once, it would dispatch without end
+    and let nobody else run."""
     case = Case(tmp_path, "run.steps=12", "episodes.workers=1", *UNEVEN)
     refused: list[int] = []
 
@@ -291,7 +302,8 @@ class NonFinite(ScriptedTrainer):
 
 
 class OnlySkips(Training):
-    """Every step takes 100 s of a clock and is skipped; `silences` has what the stall watch sees at the beginning of each."""
+    """Every step takes 100 s of a clock and is skipped; `silences` has what the stall watch sees at the beginning of
+    each."""
 
     def __init__(self) -> None:
         self.now, self.silences, self.stop = 0.0, list[float](), asyncio.Event()
@@ -299,7 +311,9 @@ class OnlySkips(Training):
         none: Any = None
         book: Any = SimpleNamespace(progress=self.progress)
         start: Any = SimpleNamespace(policy=PolicyVersion(1, 0))
-        super().__init__(trainer=none, book=book, gate=none, publisher=none, checkpoints=none, deadlines=none, start=start)
+        super().__init__(
+            trainer=none, book=book, gate=none, publisher=none, checkpoints=none, deadlines=none, start=start
+        )
 
     async def _batch(self, stop: asyncio.Event) -> tuple[GroupHeader, ...]:
         self.silences.append(self.progress.silence_s())

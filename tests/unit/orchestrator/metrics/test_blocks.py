@@ -1,4 +1,5 @@
-"""Values of blocks: read from a step's report, refused unless declared, and written as parts that are complete or absent."""
+"""Values of blocks: read from a step's report, refused unless declared, and written as parts that are complete or
+absent."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,28 @@ from trainer.types.step import StepReport, StepRequest
 
 def report(**values: Any) -> StepReport:
     measured: dict[str, Any] = dict.fromkeys(
-        ("loss", "grad_norm", "learning_rate", "policy_entropy", "clip_fraction_low", "clip_fraction_high", "approx_kl", "reference_kl", "advantage_std"), 0.0
+        (
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "policy_entropy",
+            "clip_fraction_low",
+            "clip_fraction_high",
+            "approx_kl",
+            "reference_kl",
+            "advantage_std",
+        ),
+        0.0,
     )
     counted: dict[str, Any] = dict.fromkeys(("num_tokens", "num_tokens_forwarded", "num_micro_batches"), 1)
-    return StepReport(policy=PolicyVersion(1, 3), trained_ids=frozenset(), mean_abs_logprob_difference=0.0, **measured, **counted, **values)
+    return StepReport(
+        policy=PolicyVersion(1, 3),
+        trained_ids=frozenset(),
+        mean_abs_logprob_difference=0.0,
+        **measured,
+        **counted,
+        **values,
+    )
 
 
 FULL = report(
@@ -69,7 +88,9 @@ def test_parts_hold_every_value_of_every_step_and_go_on_after_a_resume(tmp_path:
     assert rows_of(tmp_path) == [(step, *row) for step in (1, 2, 3, 4) for row in ROWS]
 
 
-@pytest.mark.parametrize(("signal", "head"), [("block_mood", None), ("block_grad_norm", 1), ("block_max_attention_logit", None)])
+@pytest.mark.parametrize(
+    ("signal", "head"), [("block_mood", None), ("block_grad_norm", 1), ("block_max_attention_logit", None)]
+)
 def test_a_value_that_is_not_declared_with_these_labels_is_refused(tmp_path: Path, signal: str, head: int | None):
     with pytest.raises(ConcordError, match=r"see orchestrator/metrics"):
         BlockRecorder(tmp_path).add(PolicyVersion(1, 1), [BlockValue(signal=signal, block="a", value=1.0, head=head)])

@@ -32,7 +32,9 @@ def test_no_counter_shares_its_family_with_another_metric():
 
 
 def test_every_metric_says_what_it_is_and_where_to_look():
-    assert all(metric.help.endswith(".") and metric.unit and metric.diagnosis_layer in (1, 2, 3, 4) for metric in CATALOGUE)
+    assert all(
+        metric.help.endswith(".") and metric.unit and metric.diagnosis_layer in (1, 2, 3, 4) for metric in CATALOGUE
+    )
     assert {metric.diagnosis_layer for metric in CATALOGUE} == {1, 2, 3, 4}
 
 
@@ -44,7 +46,10 @@ def test_no_label_holds_an_id_and_every_set_of_values_is_bounded():
 
 def test_buckets_of_ratios_are_symmetric_in_log_space():
     assert tuple(-edge for edge in reversed(LOG_RATIO_EDGES)) == LOG_RATIO_EDGES
-    assert {m.name for m in CATALOGUE if m.buckets == LOG_RATIO_EDGES} == {"concord_log_ratio_nats", "concord_audited_log_ratio_nats"}
+    assert {m.name for m in CATALOGUE if m.buckets == LOG_RATIO_EDGES} == {
+        "concord_log_ratio_nats",
+        "concord_audited_log_ratio_nats",
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,8 +74,14 @@ def codes_of_findings() -> set[str]:
     """String literals that the service's modules hand to whatever makes a finding that may fail."""
     paths = [path for path in (ROOT / "trainer" / "consistency").rglob("*.py") if path.parent.name != "dump"]
     calls = [node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "Finding")]
-    given = [value for call in made for value in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "code"))]
+    made = [
+        call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "Finding")
+    ]
+    given = [
+        value
+        for call in made
+        for value in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "code"))
+    ]
     constants = {value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)}
     return {text for text in constants if re.fullmatch(r"[a-z_0-9]+", text)}
 
@@ -86,15 +97,30 @@ def test_every_code_of_a_finding_that_fails_is_a_declared_reason():
 def test_the_most_series_of_a_run_follow_from_its_sizes():
     one = sizes_of(RunConfig(), blocks=4, heads=2)
     two = sizes_of(parse_config({"engine": {"type": "vllm", "replicas": 2}}, "test"), blocks=4, heads=2)
-    per_replica = sum(m.max_series(two) - m.max_series(one) for m in CATALOGUE if any(label.extent is Extent.REPLICAS for label in m.labels))
+    per_replica = sum(
+        m.max_series(two) - m.max_series(one)
+        for m in CATALOGUE
+        if any(label.extent is Extent.REPLICAS for label in m.labels)
+    )
     assert max_series(two) - max_series(one) == per_replica + 1  # and the memory of one more actor
     assert DECLARED["concord_log_ratio_nats"].max_series(one) == 3 * (len(LOG_RATIO_EDGES) + 1)
 
 
 def test_a_score_of_minus_one_is_a_score_once_a_version_was_scored():
-    before, after = ({"eval_score": -1.0, "eval_stderr": 0.0, "eval_version": version, "consistency_gap_mean": -1.0} for version in (-1.0, 0.0))
-    assert [DECLARED[f"concord_{name}"].measured(before) for name in ("eval_score", "eval_stderr", "eval_version")] == [False, False, False]
-    assert [DECLARED[f"concord_{name}"].measured(after) for name in ("eval_score", "eval_stderr", "eval_version")] == [True, True, True]
+    before, after = (
+        {"eval_score": -1.0, "eval_stderr": 0.0, "eval_version": version, "consistency_gap_mean": -1.0}
+        for version in (-1.0, 0.0)
+    )
+    assert [DECLARED[f"concord_{name}"].measured(before) for name in ("eval_score", "eval_stderr", "eval_version")] == [
+        False,
+        False,
+        False,
+    ]
+    assert [DECLARED[f"concord_{name}"].measured(after) for name in ("eval_score", "eval_stderr", "eval_version")] == [
+        True,
+        True,
+        True,
+    ]
     assert not DECLARED["concord_consistency_gap_mean"].measured(after)
     scores = record_of_rows([{"step": 1.0, **before}, {"step": 2.0, **after}]).columns["eval_score"]
     assert np.isnan(scores[0])

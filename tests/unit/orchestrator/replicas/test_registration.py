@@ -1,4 +1,5 @@
-"""A replica that tokenizes, computes or logs otherwise than the run expects gets no work, at the first start and after a restart."""
+"""A replica that tokenizes, computes or logs otherwise than the run expects gets no work, at the first start and after
+a restart."""
 
 import asyncio
 import json
@@ -11,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.builders import build_tag
-from support.loop.local_fleet import EngineWrap, EngineWrapper, LocalEnginePort, LocalFleet, LocalWorkerPort, QuietReporter, inputs_of
+from support.loop.local_fleet import (
+    EngineWrap,
+    EngineWrapper,
+    LocalEnginePort,
+    LocalFleet,
+    LocalWorkerPort,
+    QuietReporter,
+    inputs_of,
+)
 from support.paths import MODEL
 
 from actors.ports import Started
@@ -30,7 +39,9 @@ from trainer.config.trainer import WeightsConfig
 from trainer.step.scripted import ScriptedTrainer
 
 DEADLINE_S = 30.0
-TOKENIZER = TokenizerIdentity(fingerprint_fields={"vocab": "a" * 64, "chat_template": "b" * 64}, probes={"digits": "c" * 64})
+TOKENIZER = TokenizerIdentity(
+    fingerprint_fields={"vocab": "a" * 64, "chat_template": "b" * 64}, probes={"digits": "c" * 64}
+)
 MANIFEST = WeightManifest(
     policy=PolicyVersion(1, 0),
     transport=Transport.DISK,
@@ -43,10 +54,14 @@ MANIFEST = WeightManifest(
 
 
 def expectation(**sampling: Any) -> Expectation:
-    return Expectation(tokenizer=TOKENIZER, engine=ScriptedConfig(), sampling=SamplingConfig(**sampling), weights=WeightsConfig())
+    return Expectation(
+        tokenizer=TOKENIZER, engine=ScriptedConfig(), sampling=SamplingConfig(**sampling), weights=WeightsConfig()
+    )
 
 
-def check(expected: Expectation | None = None, *, tokenizer: TokenizerIdentity = TOKENIZER, gap_nats: float = 0.0, **tag: Any) -> float:
+def check(
+    expected: Expectation | None = None, *, tokenizer: TokenizerIdentity = TOKENIZER, gap_nats: float = 0.0, **tag: Any
+) -> float:
     """Register a replica that differs from what is expected by what is given."""
     started = Started(
         tag=replace(build_tag(weights_digest=MANIFEST.digest), **tag),
@@ -83,8 +98,12 @@ def test_a_tokenizer_that_differs_is_refused_with_its_fields_and_probes_and_the_
         ("top_k", 20, r"0 \(sampling\.top_k\)"),
     ],
 )
-def test_a_declaration_that_the_config_does_not_ask_for_is_refused_by_its_name(field: str, got: Any, expected: str) -> None:
-    with pytest.raises(RegistrationError, match=rf"engine replica 3 declares .*{field}: got {got!r}, expected {expected}.*no work"):
+def test_a_declaration_that_the_config_does_not_ask_for_is_refused_by_its_name(
+    field: str, got: Any, expected: str
+) -> None:
+    with pytest.raises(
+        RegistrationError, match=rf"engine replica 3 declares .*{field}: got {got!r}, expected {expected}.*no work"
+    ):
         check(**{field: got})
 
 
@@ -105,7 +124,9 @@ def test_every_field_that_differs_is_named_at_once() -> None:
         (LogprobSemantics.TEMPERATURE, {"top_p": 0.9}, False),
     ],
 )
-def test_log_probs_must_belong_to_the_distribution_that_was_sampled_from(semantics: LogprobSemantics, sampling: dict[str, Any], fits: bool) -> None:
+def test_log_probs_must_belong_to_the_distribution_that_was_sampled_from(
+    semantics: LogprobSemantics, sampling: dict[str, Any], fits: bool
+) -> None:
     assert semantics_fit(semantics, SamplingConfig(**sampling)) is fits
     if fits:
         check(expectation(**sampling), logprob_semantics=semantics, **sampling)
@@ -219,17 +240,30 @@ def test_a_run_does_not_begin_with_a_replica_of_another_chat_template(tmp_path: 
     [
         ({"weights_dtype": "bfloat16"}, (), "weights_dtype: got 'bfloat16', expected 'float32'"),
         ({"kv_across_versions": "keep"}, (), "kv_across_versions: got 'keep', expected 'recompute'"),
-        ({"logprob_semantics": LogprobSemantics.RAW}, ("sampling.temperature=0.7",), "logprob_semantics: got 'raw', expected 'processed'"),
+        (
+            {"logprob_semantics": LogprobSemantics.RAW},
+            ("sampling.temperature=0.7",),
+            "logprob_semantics: got 'raw', expected 'processed'",
+        ),
     ],
 )
-def test_a_run_does_not_begin_with_a_replica_of_other_numerics(tmp_path: Path, tag: dict[str, Any], overrides: tuple[str, ...], said: str) -> None:
-    case = Case(tmp_path, "engine.replicas=2", *overrides, wrap=lambda engine, slot: Declares(engine, **tag) if slot == 1 else engine)
+def test_a_run_does_not_begin_with_a_replica_of_other_numerics(
+    tmp_path: Path, tag: dict[str, Any], overrides: tuple[str, ...], said: str
+) -> None:
+    case = Case(
+        tmp_path,
+        "engine.replicas=2",
+        *overrides,
+        wrap=lambda engine, slot: Declares(engine, **tag) if slot == 1 else engine,
+    )
     with pytest.raises(RegistrationError, match=f"engine replica 1 declares .*{said}"):
         case.drive()
     assert_no_work(case)
 
 
-def test_an_incarnation_that_comes_back_with_another_tokenizer_is_retired_and_the_next_one_serves(tmp_path: Path, other_template: Path) -> None:
+def test_an_incarnation_that_comes_back_with_another_tokenizer_is_retired_and_the_next_one_serves(
+    tmp_path: Path, other_template: Path
+) -> None:
     class SecondOther(LocalFleet):
         starts = 0
 
@@ -248,7 +282,9 @@ def test_an_incarnation_that_comes_back_with_another_tokenizer_is_retired_and_th
     assert {t.tag.chat_template_digest for group in groups if group for t in group.trajectories} == {""}
 
 
-def test_a_run_whose_replica_keeps_coming_back_with_another_tokenizer_ends_with_the_field(tmp_path: Path, other_template: Path) -> None:
+def test_a_run_whose_replica_keeps_coming_back_with_another_tokenizer_ends_with_the_field(
+    tmp_path: Path, other_template: Path
+) -> None:
     class LaterOther(LocalFleet):
         async def new_engine(self, slot: int) -> LocalEnginePort:
             self.engine_tokenizer_dir = other_template if slot in self.engines else MODEL

@@ -1,4 +1,5 @@
-"""The report: what it reads back from a run directory, what it draws of it, and what it says where something is missing."""
+"""The report: what it reads back from a run directory, what it draws of it, and what it says where something is
+missing."""
 
 import json
 import re
@@ -64,7 +65,9 @@ def test_a_finished_run_is_read_whole_and_lacks_nothing(finished: RunDir):
     assert record.notes == ()
     assert record.rows.column("step").tolist() == list(range(1, STEPS + 1))
     assert record.counts is not None and record.counts.trained == STEPS * 3
-    assert not [event for event in record.events if event.kind in ("dispatched", "ready", "leased", "settled", "rejected")]
+    assert not [
+        event for event in record.events if event.kind in ("dispatched", "ready", "leased", "settled", "rejected")
+    ]
 
 
 def test_every_figure_is_one_that_plotly_accepts(run: RunDir):
@@ -104,7 +107,10 @@ def test_a_score_stands_at_the_version_that_it_scores_and_configurations_share_n
     plant_event(run, "evaluation", 7, score=0.6, version=6, fingerprint="a")
     plant_event(run, "evaluation", 10, score=0.2, version=9, fingerprint="b")
     figure = figures_of(page_of(read_record(run.path)))["timeline"]
-    assert [(trace["x"], trace["y"]) for trace in figure.traces if trace.get("name") == "evaluation"] == [([3, 6], [0.5, 0.6]), ([9], [0.2])]
+    assert [(trace["x"], trace["y"]) for trace in figure.traces if trace.get("name") == "evaluation"] == [
+        ([3, 6], [0.5, 0.6]),
+        ([9], [0.2]),
+    ]
     assert "2 configurations were in force" in text_of(run)
 
 
@@ -117,7 +123,9 @@ def test_events_stand_in_words_below_the_curves(run: RunDir):
 
 def test_a_search_that_located_nothing_names_no_token(run: RunDir):
     SearchRecords(run.gradloc, lambda: load_tokenizer(MODEL)).keep(PolicyVersion(1, 7), build_search(outcome="diffuse"))
-    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
+    section = next(
+        section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc"
+    )
     assert section.cards == () and "1 search, 0 tokens located" in section.intro
 
 
@@ -162,7 +170,9 @@ def test_parts_of_a_waterfall_and_what_is_left_are_those_of_the_largest_gap(run:
 def test_a_run_that_still_goes_on_is_marked_partial(run: RunDir):
     run.summary.unlink()
     (note,) = read_record(run.path).notes
-    assert note.startswith("there is no summary.json: the run still goes on, or an error ended it, and its newest event is of ")
+    assert note.startswith(
+        "there is no summary.json: the run still goes on, or an error ended it, and its newest event is of "
+    )
     assert note in text_of(run)
 
 
@@ -179,7 +189,9 @@ def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_shown(run: RunDir):
     (run.metrics / "part-9.parquet").write_bytes(b"PAR1 half a part")
     record = read_record(run.path)
     assert len(record.rows) == STEPS
-    assert any(note.startswith("metrics/part-9.parquet cannot be read, what it holds is missing") for note in record.notes)
+    assert any(
+        note.startswith("metrics/part-9.parquet cannot be read, what it holds is missing") for note in record.notes
+    )
 
 
 def test_missing_files_are_named_and_the_rest_is_shown(run: RunDir):
@@ -193,9 +205,18 @@ def test_missing_files_are_named_and_the_rest_is_shown(run: RunDir):
 
 
 def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
-    told = {"replica": 1, "policy": "e1-v7", "gap_nats": None, "explained": 1.0, "codes": "canary", "detail": "other bytes"}
+    told = {
+        "replica": 1,
+        "policy": "e1-v7",
+        "gap_nats": None,
+        "explained": 1.0,
+        "codes": "canary",
+        "detail": "other bytes",
+    }
     plant_event(run, "consistency_finding", 7, cause="weight_sync", **told)
-    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "findings")
+    section = next(
+        section for row in page_of(read_record(run.path)).rows for section in row if section.key == "findings"
+    )
     card = next(card for card in section.cards if card.title.startswith("weight sync, since step"))
     assert card.tag == "critical · 4 training system"
     assert card.lines[-2].startswith("Do: ") and card.lines[-1].startswith("Do not ")
@@ -207,8 +228,13 @@ def test_culprits_of_a_gradient_search_stand_in_their_text(run: RunDir):
     kept.keep(PolicyVersion(1, 7), build_search())
     kept.keep(PolicyVersion(1, 8), build_search(outcome="not_searched", culprits=(), passes=0))
     (run.gradloc / "e1-v9.json").write_text("{}")
-    section = next(section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc")
-    assert "1 search and 1 step that asked for one when trainer.gradloc.spike_passes were spent, 1 token located" in section.intro
+    section = next(
+        section for row in page_of(read_record(run.path)).rows for section in row if section.key == "gradloc"
+    )
+    assert (
+        "1 search and 1 step that asked for one when trainer.gradloc.spike_passes were spent, 1 token located"
+        in section.intro
+    )
     assert "1 files of gradloc/ cannot be read" in section.intro
     (card,) = section.cards
     assert card.token is not None and len(card.token.text) == 1
@@ -225,7 +251,9 @@ def test_lines_that_are_no_events_are_counted_and_a_last_line_that_is_being_writ
 def test_columns_of_a_newer_version_are_named(run: RunDir):
     for path in run.metrics.iterdir():
         table = parquet.read_table(path)
-        parquet.write_table(table.append_column("brilliance", pa.array([1.0] * table.num_rows)).drop_columns(["loss"]), path)
+        parquet.write_table(
+            table.append_column("brilliance", pa.array([1.0] * table.num_rows)).drop_columns(["loss"]), path
+        )
     record = read_record(run.path)
     assert any("1 columns that this version of Concord does not know (brilliance)" in note for note in record.notes)
     assert np.isnan(record.rows.column("loss")).all()
@@ -255,7 +283,12 @@ def test_a_long_series_is_thinned_to_means_that_skip_what_was_not_measured():
 
 def test_buckets_have_readable_names():
     assert whole_numbers((0.0, 1.0, 3.0, float("inf"))) == ["0", "1", "2-3", "above 3"]
-    assert ratio_labels((float(np.log(0.5)), 0.0, float(np.log(2)), float("inf"))) == ["to 0.5", "0.5-1.000", "1.000-2", "above 2"]
+    assert ratio_labels((float(np.log(0.5)), 0.0, float(np.log(2)), float("inf"))) == [
+        "to 0.5",
+        "0.5-1.000",
+        "1.000-2",
+        "above 2",
+    ]
 
 
 def test_parts_of_histograms_hold_what_was_counted_since_the_part_before(tmp_path: Path):
@@ -281,11 +314,24 @@ def test_what_was_counted_in_steps_that_a_resume_took_back_does_not_count(tmp_pa
             recorder.add(PolicyVersion(epoch, step))
             if step % 2 == 0:
                 recorder.flush()
-    assert read_histograms(tmp_path, Lineage({1: 0, 2: 2})).of("token_staleness_steps")[""].tolist()[:4] == [0, 20, 20, 0]
+    assert read_histograms(tmp_path, Lineage({1: 0, 2: 2})).of("token_staleness_steps")[""].tolist()[:4] == [
+        0,
+        20,
+        20,
+        0,
+    ]
 
 
 def test_groups_that_wait_for_a_checkpoint_are_trained_and_not_in_flight():
-    counts = Counts(total=20, dispatched=3, leased=1, trained_held=((7, 4),), trained=8, rejected=(("stale", 3),), failed=(("engine", 1),))
+    counts = Counts(
+        total=20,
+        dispatched=3,
+        leased=1,
+        trained_held=((7, 4),),
+        trained=8,
+        rejected=(("stale", 3),),
+        failed=(("engine", 1),),
+    )
     found = {ending.name: ending.groups for ending in endings(counts)}
     assert found == {"trained": 12, "in flight": 4, "rejected: stale": 3, "failed: engine": 1}
 

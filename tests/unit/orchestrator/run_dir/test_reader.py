@@ -1,4 +1,5 @@
-"""The doctor reads run directories: whole, unfinished, damaged, of another version; and looks again without reading anything twice."""
+"""The doctor reads run directories: whole, unfinished, damaged, of another version; and looks again without reading
+anything twice."""
 
 import json
 import time
@@ -28,7 +29,9 @@ class Written:
     """A run directory with the rows of a made-up run."""
 
     def __init__(self, tmp_path: Path, run: MadeUpRun) -> None:
-        self.run_dir: RunDir = create_run_dir(RunConfig.model_validate({"run": {"dir": str(tmp_path), "name": "run", "steps": 120}}), "run")
+        self.run_dir: RunDir = create_run_dir(
+            RunConfig.model_validate({"run": {"dir": str(tmp_path), "name": "run", "steps": 120}}), "run"
+        )
         open_for_writing(self.run_dir.path / FILE_NAME, "process").close()
         self.number = 0
         self.made = run
@@ -163,7 +166,10 @@ def test_values_of_blocks_of_steps_that_a_resume_took_back_do_not_count(written:
     blocks = BlockRecorder(written.run_dir.block_metrics)
     for epoch, steps in ((1, (1, 2, 3)), (2, (2,))):
         for step in steps:
-            blocks.add(PolicyVersion(epoch, step), [BlockValue(signal="block_grad_norm", block="head", value=step + 10.0 * epoch)])
+            blocks.add(
+                PolicyVersion(epoch, step),
+                [BlockValue(signal="block_grad_norm", block="head", value=step + 10.0 * epoch)],
+            )
     blocks.flush()
     written.event("epoch_opened", trainer_epoch=2, resumed_version=1)
     written.recorder.add({**written.made.rows[1], "trainer_epoch": 2.0})
@@ -256,7 +262,10 @@ def test_a_run_that_has_not_ended_says_when_it_was_last_heard_of(written: Writte
     written.line({"number": 1, "at_s": 1_800_000_000.0, "kind": "worker_lost"})
     _, partial = RunReader(written.path).read()
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_800_000_000.0))
-    assert f"there is no summary.json: the run still goes on, or an error ended it, and its newest event is of {when}" in partial
+    assert (
+        f"there is no summary.json: the run still goes on, or an error ended it, and its newest event is of {when}"
+        in partial
+    )
 
 
 def test_columns_of_another_version_are_told_and_not_guessed(written: Written):
@@ -286,7 +295,10 @@ def test_a_file_that_is_named_almost_like_a_part_is_told_and_neither_read_nor_co
     assert (parts / "part-1.parquet").is_file()
     record, partial = RunReader(written.path).read()
     assert record.steps.tolist() == [1, 2, 3, 4]
-    assert "metrics/part-0 (copy).parquet and 1 more is left out: a part is named part-N.parquet; rename it, or move it away" in partial
+    assert (
+        "metrics/part-0 (copy).parquet and 1 more is left out: a part is named part-N.parquet; rename it, or move it "
+        "away" in partial
+    )
     resumed = MetricsRecorder(parts)
     resumed.add(written.made.rows[4])
     resumed.flush()
@@ -295,7 +307,16 @@ def test_a_file_that_is_named_almost_like_a_part_is_told_and_neither_read_nor_co
 
 def test_the_command_answers_with_one_json_document(written: Written):
     written.rows(0, 120)
-    written.event("consistency_finding", cause="weight_sync", replica=1, policy="e1-v60", gap_nats=None, explained=1.0, codes="canary", detail="other bytes")
+    written.event(
+        "consistency_finding",
+        cause="weight_sync",
+        replica=1,
+        policy="e1-v60",
+        gap_nats=None,
+        explained=1.0,
+        codes="canary",
+        detail="other bytes",
+    )
     written.finish()
     done = CliRunner().invoke(app, ["doctor", str(written.path), "--json"])
     assert done.exit_code == 0, done.output
@@ -308,7 +329,14 @@ def test_the_command_answers_with_one_json_document(written: Written):
 
 def test_a_number_that_is_not_finite_leaves_the_document_valid(written: Written):
     written.rows(0, 120)
-    written.event("consistency_finding", cause="weight_sync", replica=1, gap_nats=float("inf"), explained=float("nan"), codes="canary")
+    written.event(
+        "consistency_finding",
+        cause="weight_sync",
+        replica=1,
+        gap_nats=float("inf"),
+        explained=float("nan"),
+        codes="canary",
+    )
     done = CliRunner().invoke(app, ["doctor", str(written.path), "--json"])
     document = json.loads(done.output, parse_constant=pytest.fail)
     assert document["findings"][0]["evidence"][0]["numbers"]["largest gap in nats"] is None
@@ -319,7 +347,13 @@ def test_the_tables_show_evidence_advice_and_what_is_missing(written: Written):
     written.event("worker_lost", worker=0, detail="killed by a signal")
     done = CliRunner().invoke(app, ["doctor", str(written.path)])
     assert done.exit_code == 0, done.output
-    for expected in ("primary finding: worker_lost, layer 4", "partial:", "killed by a signal", "do not", "do not trust entropy"):
+    for expected in (
+        "primary finding: worker_lost, layer 4",
+        "partial:",
+        "killed by a signal",
+        "do not",
+        "do not trust entropy",
+    ):
         assert expected in done.output
     assert "Do not" not in done.output
 

@@ -1,4 +1,5 @@
-"""What a run keeps of its gradient searches, what `concord gradloc` shows of them, and what the loop does with a quarantine."""
+"""What a run keeps of its gradient searches, what `concord gradloc` shows of them, and what the loop does with a
+quarantine."""
 
 import json
 import math
@@ -37,7 +38,9 @@ def empty_run(tmp_path: Path) -> RunDir:
 def test_a_file_holds_the_culprit_in_its_text_and_every_search_of_its_step(tmp_path: Path):
     kept, tokenizer = records(tmp_path / "gradloc"), load_tokenizer(MODEL)
     ids = tokenizer.encode("1+2=37")
-    culprit = build_culprit(token_id=int(ids[4]), position=9, context_start=5, context_token_ids=tuple(int(i) for i in ids))
+    culprit = build_culprit(
+        token_id=int(ids[4]), position=9, context_start=5, context_token_ids=tuple(int(i) for i in ids)
+    )
     kept.keep(PolicyVersion(1, 12), build_search(culprits=(culprit,), acted=Acted.SKIPPED))
     kept.keep(PolicyVersion(1, 12), build_search(outcome="diffuse", culprits=(), passes=20, seconds=1.5))
     document = json.loads((tmp_path / "gradloc" / "e1-v12.json").read_text())
@@ -51,27 +54,50 @@ def test_a_file_holds_the_culprit_in_its_text_and_every_search_of_its_step(tmp_p
 
 
 def test_what_is_not_finite_is_null_and_never_breaks_the_json(tmp_path: Path):
-    culprit = build_culprit(norm=NAN, block_norms=(("embeddings", NAN), ("head", 1.0)), block_ratios=(), omega=math.inf, d_engine=None, d_stale=None)
-    search = build_search(grad_norm=NAN, threshold=NAN, tau=NAN, explained=NAN, culprits=(culprit,), trigger="non_finite")
+    culprit = build_culprit(
+        norm=NAN,
+        block_norms=(("embeddings", NAN), ("head", 1.0)),
+        block_ratios=(),
+        omega=math.inf,
+        d_engine=None,
+        d_stale=None,
+    )
+    search = build_search(
+        grad_norm=NAN, threshold=NAN, tau=NAN, explained=NAN, culprits=(culprit,), trigger="non_finite"
+    )
     event = records(tmp_path / "gradloc").keep(PolicyVersion(2, 3), search)
     stored = json.loads((tmp_path / "gradloc" / "e2-v3.json").read_text())["searches"][0]
-    assert (stored["grad_norm"], stored["tau"], stored["culprits"][0]["omega"], stored["culprits"][0]["block_norms"]["embeddings"]) == (None,) * 4
+    assert (
+        stored["grad_norm"],
+        stored["tau"],
+        stored["culprits"][0]["omega"],
+        stored["culprits"][0]["block_norms"]["embeddings"],
+    ) == (None,) * 4
     assert json.loads(json.dumps(event, allow_nan=False))["norm"] is None
 
 
 def test_the_event_is_one_flat_row_with_the_first_culprit(tmp_path: Path):
-    event = records(tmp_path / "gradloc").keep(PolicyVersion(1, 4), build_search(culprits=(build_culprit(), build_culprit(position=6))))
+    event = records(tmp_path / "gradloc").keep(
+        PolicyVersion(1, 4), build_search(culprits=(build_culprit(), build_culprit(position=6)))
+    )
     assert event["step"] == 4 and event["culprits"] == 2 and event["position"] == 5
     assert event["outcome"] == "located" and event["trajectory_id"] == "d00000001-0" and event["type"] == "A1"
     assert all(value is None or isinstance(value, str | int | float | bool) for value in event.values())
 
 
-def test_all_searches_are_listed_and_one_is_shown_with_its_culprit_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_searches_are_listed_and_one_is_shown_with_its_culprit_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = empty_run(tmp_path)
     kept, ids = records(run.gradloc), load_tokenizer(MODEL).encode("1+2=37")
-    culprit = build_culprit(token_id=int(ids[4]), position=4, context_start=0, context_token_ids=tuple(int(i) for i in ids))
+    culprit = build_culprit(
+        token_id=int(ids[4]), position=4, context_start=0, context_token_ids=tuple(int(i) for i in ids)
+    )
     kept.keep(PolicyVersion(1, 9), build_search(outcome="diffuse", culprits=()))
-    kept.keep(PolicyVersion(1, 10), build_search(culprits=(culprit,), acted=Acted.MASKED, removed_terms=1, grad_norm_after=1.5))
+    kept.keep(
+        PolicyVersion(1, 10),
+        build_search(culprits=(culprit,), acted=Acted.MASKED, removed_terms=1, grad_norm_after=1.5),
+    )
     show_searches(run.path, None)
     listed = capsys.readouterr().out
     assert listed.index("e1-v9") < listed.index("e1-v10") and "diffuse" in listed and "located" in listed
@@ -79,7 +105,12 @@ def test_all_searches_are_listed_and_one_is_shown_with_its_culprit_marked(tmp_pa
     shown = capsys.readouterr().out
     assert "1+2=>>3<<7" in shown and "type A1" in shown and "replica 1" in shown
     assert "1 term left the loss" in shown and "still above" not in shown
-    bars = {name: line.count("█") for line in shown.splitlines() for name in ("embeddings", "model.layers.0") if name in line}
+    bars = {
+        name: line.count("█")
+        for line in shown.splitlines()
+        for name in ("embeddings", "model.layers.0")
+        if name in line
+    }
     assert bars["model.layers.0"] > bars["embeddings"] > 0
     show_searches(run.path, "e1-v10", as_json=True)
     assert json.loads(capsys.readouterr().out)["searches"][0]["culprits"][0]["token_text"] == "3"
@@ -115,7 +146,9 @@ def test_a_search_whose_passes_ended_names_the_setting(tmp_path: Path, capsys: p
 
 def test_a_step_that_was_not_searched_says_so_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = empty_run(tmp_path)
-    event = records(run.gradloc).keep(PolicyVersion(1, 9), build_search(outcome="not_searched", culprits=(), passes=0, explained=NAN, threshold=NAN))
+    event = records(run.gradloc).keep(
+        PolicyVersion(1, 9), build_search(outcome="not_searched", culprits=(), passes=0, explained=NAN, threshold=NAN)
+    )
     assert (event["outcome"], event["passes"], event["culprits"]) == ("not_searched", 0, 0)
     show_searches(run.path, "9")
     shown = " ".join(capsys.readouterr().out.split())
@@ -130,9 +163,16 @@ def events_of(case: Case, kind: str) -> list[dict[str, Any]]:
 
 def test_a_searched_step_leaves_a_file_an_event_and_columns(tmp_path: Path):
     case = Case(tmp_path)
-    not_searched: dict[str, dict[str, Any]] = {"located": {}, "not_searched": {"culprits": (), "passes": 0, "seconds": 0.0}}
+    not_searched: dict[str, dict[str, Any]] = {
+        "located": {},
+        "not_searched": {"culprits": (), "passes": 0, "seconds": 0.0},
+    }
     outcomes = iter(("located", "located", "not_searched"))
-    case.trainer = Searching(case, lambda tries: tries in (2, 5, 8), lambda group: build_search(outcome=(outcome := next(outcomes)), **not_searched[outcome]))
+    case.trainer = Searching(
+        case,
+        lambda tries: tries in (2, 5, 8),
+        lambda group: build_search(outcome=(outcome := next(outcomes)), **not_searched[outcome]),
+    )
     case.drive()
     assert [event["step"] for event in events_of(case, "gradloc")] == [2, 5, 8]
     assert sorted(path.name for path in case.run.gradloc.iterdir()) == ["e1-v2.json", "e1-v5.json", "e1-v8.json"]
@@ -148,7 +188,9 @@ def test_a_quarantined_trajectory_keeps_its_verdict_in_the_store_and_its_prompt_
 
     def search(group: Any) -> GradLocEvidence:
         gone.append(group.trajectories[0].trajectory_id)
-        return build_search(action="quarantine", acted=Acted.QUARANTINED, culprits=(build_culprit(trajectory_id=gone[0]),))
+        return build_search(
+            action="quarantine", acted=Acted.QUARANTINED, culprits=(build_culprit(trajectory_id=gone[0]),)
+        )
 
     case.trainer = Searching(case, lambda tries: tries == 3, search)
     summary = case.drive()
@@ -180,7 +222,9 @@ def test_a_group_that_loses_all_its_trajectories_ends_as_quarantined_and_its_pro
     assert_accounted(summary)
 
 
-def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     case = Case(tmp_path)
     named: list[str] = []
 
@@ -194,7 +238,10 @@ def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: P
     explain_trajectory(case.run.path, named[0])
     said = " ".join(capsys.readouterr().out.split())
     assert "gradient search of step e1-v3 (threshold): located; culprit: token " in said
-    assert "at position 4, type A1, norm 12.5 of the step's 13 (threshold 2); action quarantine: the step was computed again without the trajectory" in said
+    assert (
+        "at position 4, type A1, norm 12.5 of the step's 13 (threshold 2); action quarantine: the step was computed "
+        "again without the trajectory" in said
+    )
     assert "at position 5, type A1, norm not finite of the step's 13" in said
     assert "verdict quarantine (gradient_spike)" in said
     explain_trajectory(case.run.path, named[1])
@@ -206,7 +253,9 @@ def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: P
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("a gradient search is left out: cannot read ") == 3
     # The console breaks lines anywhere within a path.
-    assert all(name in said.replace(" ", "") for name in ("e1-v2.json", "e1-v4.json", "e1-v3(copy).json", "movethefileaway"))
+    assert all(
+        name in said.replace(" ", "") for name in ("e1-v2.json", "e1-v4.json", "e1-v3(copy).json", "movethefileaway")
+    )
     assert said.count("gradient search of step e1-v3 (threshold)") == 2
     with pytest.raises(UserError, match=r"cannot read .*e1-v2.json .copy the run directory again"):
         show_searches(case.run.path, None)
@@ -214,7 +263,12 @@ def test_a_culprit_is_explained_with_its_searches_and_its_quarantine(tmp_path: P
 
 def test_a_skipped_spike_ends_its_groups_under_its_own_name(tmp_path: Path):
     case = Case(tmp_path)
-    case.trainer = Searching(case, lambda tries: tries == 2, lambda group: build_search(action="skip", acted=Acted.SKIPPED), skipped="gradient spike")
+    case.trainer = Searching(
+        case,
+        lambda tries: tries == 2,
+        lambda group: build_search(action="skip", acted=Acted.SKIPPED),
+        skipped="gradient spike",
+    )
     summary = case.drive()
     assert summary["rejected"]["gradient_spike"] == 3 and summary["skipped_steps"] == 1 and summary["version"] == 8
     assert json.loads((case.run.gradloc / "e1-v2.json").read_text())["searches"][0]["acted"] == "skipped"

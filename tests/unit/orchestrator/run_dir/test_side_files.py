@@ -1,4 +1,5 @@
-"""What a run writes beside its accounting: a disk that refuses it is told and counted, keeps what it can for later, and ends no training."""
+"""What a run writes beside its accounting: a disk that refuses it is told and counted, keeps what it can for later, and
+ends no training."""
 
 import asyncio
 import json
@@ -60,7 +61,10 @@ def test_trouble_is_counted_every_time_and_told_again_only_after_it_worked():
         raise OSError("no folder")
     assert side_files.failures == 4
     reasons = [(kind, fields["what"], fields["reason"]) for kind, fields in told_of(side_files, told)]
-    assert reasons == [("side_file_failed", *each) for each in (("metrics", "full"), ("metrics", "full again"), ("gradloc", "no folder"))]
+    assert reasons == [
+        ("side_file_failed", *each)
+        for each in (("metrics", "full"), ("metrics", "full again"), ("gradloc", "no folder"))
+    ]
     assert side_files.untold() == []
     with pytest.raises(ZeroDivisionError), side_files.spared("metrics"):
         raise ZeroDivisionError
@@ -129,7 +133,9 @@ def test_a_run_whose_side_files_cannot_be_written_goes_on_and_says_so(tmp_path: 
     events = events_of(case.run.path)
     failed = [event["what"] for event in events if event["kind"] == "side_file_failed"]
     assert "gradloc/e1-v5.json" in failed and "metrics" in failed
-    assert [event["outcome"] for event in events if event["kind"] == "gradloc"] == ["located"], "the event has what the file lacks"
+    assert [event["outcome"] for event in events if event["kind"] == "gradloc"] == ["located"], (
+        "the event has what the file lacks"
+    )
     assert case.reporter.rows[-1]["side_file_failures"] >= 2
     assert json.loads(case.run.summary.read_text())["version"] == 8
 

@@ -1,4 +1,5 @@
-"""Weights from GPU to GPU, without a GPU: who waits for whom, who meets where, and what a transfer that breaks off says."""
+"""Weights from GPU to GPU, without a GPU: who waits for whom, who meets where, and what a transfer that breaks off
+says."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -41,7 +42,15 @@ ORDER = {"c": 0, "a": 1, "b": 2}
 
 def manifest(version: int, transport: Transport = Transport.DISK, location: str = "/run/weights") -> WeightManifest:
     canary = Canary(token_ids=np.zeros(2, dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32))
-    return WeightManifest(policy=PolicyVersion(1, version), transport=transport, location=location, tensors=ENTRIES, digest="d", canary=canary, num_bytes=12)
+    return WeightManifest(
+        policy=PolicyVersion(1, version),
+        transport=transport,
+        location=location,
+        tensors=ENTRIES,
+        digest="d",
+        canary=canary,
+        num_bytes=12,
+    )
 
 
 # --- the driver ------------------------------------------------------------------------------------------------------
@@ -54,7 +63,9 @@ class Port:
         self.gate, self.applied = gate, list[WeightManifest]()
 
     async def start(self, manifest: WeightManifest) -> Started:
-        return Started(tag=build_tag(weights_digest=manifest.digest), canary_logprobs=manifest.canary.logprobs, tokenizer=TOKENIZER)
+        return Started(
+            tag=build_tag(weights_digest=manifest.digest), canary_logprobs=manifest.canary.logprobs, tokenizer=TOKENIZER
+        )
 
     async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
         await self.gate.wait()
@@ -94,7 +105,9 @@ class Trainer:
     may_send: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
 
-    async def open_transfer(self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int) -> WeightManifest:
+    async def open_transfer(
+        self, manifest: WeightManifest, members: Sequence[tuple[int, int]], workers: int
+    ) -> WeightManifest:
         self.calls.append(("open", (tuple(members), workers)))
         return replace(manifest, transport=self.transport, location="meeting")
 
@@ -110,12 +123,16 @@ def transfer_of(trainer: Trainer, deadline_s: float = DEADLINE_S) -> GpuTransfer
     return GpuTransfer(cast(TrainerPort, trainer), 2, deadline_s)
 
 
-def publish(work: Callable[[Publisher, Ports, Ledger, "asyncio.Task[None]"], Awaitable[None]], transfer: Transfer | None) -> None:
+def publish(
+    work: Callable[[Publisher, Ports, Ledger, "asyncio.Task[None]"], Awaitable[None]], transfer: Transfer | None
+) -> None:
     """`work` with a publisher that runs over two replicas which serve version 0."""
 
     async def main() -> None:
         ports, ledger, first = Ports(asyncio.Event()), Ledger(), manifest(0)
-        expected = Expectation(tokenizer=TOKENIZER, engine=ScriptedConfig(replicas=2), sampling=SamplingConfig(), weights=WeightsConfig())
+        expected = Expectation(
+            tokenizer=TOKENIZER, engine=ScriptedConfig(replicas=2), sampling=SamplingConfig(), weights=WeightsConfig()
+        )
         replicas = Replicas(cast(Fleet, ports), DeadlinesConfig(), expected)
         await replicas.start_all(first)
 
@@ -123,7 +140,15 @@ def publish(work: Callable[[Publisher, Ports, Ledger, "asyncio.Task[None]"], Awa
             return None
 
         store = cast(Store, ledger)
-        publisher = Publisher(replicas=replicas, store=store, first=first, mode=PauseMode.RECOMPUTE, on_commit=ignore, on_failure=ignore, transfer=transfer)
+        publisher = Publisher(
+            replicas=replicas,
+            store=store,
+            first=first,
+            mode=PauseMode.RECOMPUTE,
+            on_commit=ignore,
+            on_failure=ignore,
+            transfer=transfer,
+        )
         running = asyncio.create_task(publisher.run())
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -223,7 +248,9 @@ def test_no_step_begins_while_an_engine_takes_weights_from_the_trainer(tmp_path:
         "consistency": {"mode": "off"},
     }
     disk = parse_config(document, "test")
-    config = disk.model_copy(update={"weights": disk.weights.model_copy(update={"transport": "nccl"})})  # past the check for GPUs
+    config = disk.model_copy(
+        update={"weights": disk.weights.model_copy(update={"transport": "nccl"})}
+    )  # past the check for GPUs
     run, early = create_run_dir(config, "run"), list[int]()
 
     async def main() -> list[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -235,7 +262,9 @@ def test_no_step_begins_while_an_engine_takes_weights_from_the_trainer(tmp_path:
                 early.extend([manifest.policy.version] if len(fleet.trainer.batches) > begun else [])
                 return await self.engine.apply(manifest)
 
-        fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer), lambda engine, slot: Patient(engine))
+        fleet = LocalFleet(
+            config, run.path, MODEL, ScriptedTrainer(config.trainer), lambda engine, slot: Patient(engine)
+        )
         inputs = inputs_of(config, MODEL)
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -252,9 +281,21 @@ def test_no_step_begins_while_an_engine_takes_weights_from_the_trainer(tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("engine.type=vllm", "weights.transport=nccl", "engine.num_gpus=0.5", "trainer.num_gpus=0.5"), "set both to 1 or more"),
+        (
+            ("engine.type=vllm", "weights.transport=nccl", "engine.num_gpus=0.5", "trainer.num_gpus=0.5"),
+            "set both to 1 or more",
+        ),
         (("engine.type=vllm", "weights.transport=ipc", "engine.num_gpus=1", "trainer.num_gpus=1"), "set both below 1"),
-        (("engine.type=vllm", "weights.transport=ipc", "engine.num_gpus=0.5", "trainer.num_gpus=0.5", "trainer.type=scripted"), "which sends nothing"),
+        (
+            (
+                "engine.type=vllm",
+                "weights.transport=ipc",
+                "engine.num_gpus=0.5",
+                "trainer.num_gpus=0.5",
+                "trainer.type=scripted",
+            ),
+            "which sends nothing",
+        ),
     ],
 )
 def test_a_transport_that_its_placement_cannot_carry_is_refused(overrides: tuple[str, ...], said: str) -> None:
@@ -264,7 +305,12 @@ def test_a_transport_that_its_placement_cannot_carry_is_refused(overrides: tuple
 
 def test_each_transport_has_a_placement() -> None:
     for transport, gpus in (("nccl", 1), ("ipc", 0.5)):
-        overrides = ("engine.type=vllm", f"weights.transport={transport}", f"engine.num_gpus={gpus}", f"trainer.num_gpus={gpus}")
+        overrides = (
+            "engine.type=vllm",
+            f"weights.transport={transport}",
+            f"engine.num_gpus={gpus}",
+            f"trainer.num_gpus={gpus}",
+        )
         assert parse_config({}, "test", overrides).weights.transport == transport
 
 

@@ -38,7 +38,9 @@ def manifest(version: int, location: str = "", num_bytes: int = 0) -> WeightMani
     )
 
 
-def request(request_id: str, num_samples: int = 1, max_new_tokens: int = 100, seeds: tuple[int, ...] = ()) -> GenerationRequest:
+def request(
+    request_id: str, num_samples: int = 1, max_new_tokens: int = 100, seeds: tuple[int, ...] = ()
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=np.array([2, 3], dtype=np.int32),
@@ -57,7 +59,11 @@ async def collect(chunks: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
     return [chunk async for chunk in chunks]
 
 
-def run(scenario: Callable[[ScriptedEngine, ManualClock], Coroutine[None, None, None]], shortest: int | None = None, **config: object) -> None:
+def run(
+    scenario: Callable[[ScriptedEngine, ManualClock], Coroutine[None, None, None]],
+    shortest: int | None = None,
+    **config: object,
+) -> None:
     """A scenario against a started engine on a manual clock."""
 
     async def body() -> None:
@@ -176,7 +182,11 @@ def test_what_is_drawn_depends_on_the_seeds_alone():
     async def tokens(replica: int, seeds: tuple[int, ...], request_id: str) -> list[int]:
         engine = ScriptedEngine(ScriptedConfig(), identity(replica))
         await engine.start(manifest(0))
-        return [token for chunk in await collect(engine.generate(request(request_id, 2, seeds=seeds))) for token in chunk.token_ids.tolist()]
+        return [
+            token
+            for chunk in await collect(engine.generate(request(request_id, 2, seeds=seeds)))
+            for token in chunk.token_ids.tolist()
+        ]
 
     async def body() -> None:
         assert await tokens(0, (5, 6), "a") == await tokens(1, (5, 6), "b")
@@ -191,7 +201,9 @@ def test_a_continued_sample_is_the_rest_of_the_whole_one():
     async def scenario(engine: ScriptedEngine, clock: ManualClock) -> None:
         (whole,) = await collect(engine.generate(request("a", seeds=(9,))))
         (rest,) = await collect(engine.resume_from(request("a", seeds=(9,)), whole.token_ids[:40]))
-        assert np.array_equal(rest.token_ids, whole.token_ids[40:]) and np.array_equal(rest.logprobs, whole.logprobs[40:])
+        assert np.array_equal(rest.token_ids, whole.token_ids[40:]) and np.array_equal(
+            rest.logprobs, whole.logprobs[40:]
+        )
 
     run(scenario)
 
@@ -201,7 +213,11 @@ def test_shorter_samples_end_with_the_end_token_and_no_other_token_is_one():
         chunks = await collect(engine.generate(request("a", num_samples=200, max_new_tokens=10)))
         for chunk in chunks:
             stopped = chunk.finish_reason is FinishReason.STOP
-            assert stopped == (chunk.token_ids.size < 10) and 1 not in chunk.token_ids[:-1] and (chunk.token_ids[-1] == 1) == stopped
+            assert (
+                stopped == (chunk.token_ids.size < 10)
+                and 1 not in chunk.token_ids[:-1]
+                and (chunk.token_ids[-1] == 1) == stopped
+            )
         assert {chunk.token_ids.size for chunk in chunks} == set(range(4, 11))
 
     run(scenario, shortest=4)
@@ -221,7 +237,9 @@ def test_a_longer_pool_begins_with_the_shorter_one():
     head = short.tokens(bits, 0, 50, (1,)), short.logprobs(bits, 0, 50)
     long.tokens(bits, 0, 300_000, (1,))
     long.logprobs(bits, 0, 300_000)
-    assert np.array_equal(long.tokens(bits, 0, 50, (1,)), head[0]) and np.array_equal(long.logprobs(bits, 0, 50), head[1])
+    assert np.array_equal(long.tokens(bits, 0, 50, (1,)), head[0]) and np.array_equal(
+        long.logprobs(bits, 0, 50), head[1]
+    )
 
 
 def test_an_abort_ends_running_and_waiting_samples_and_frees_their_slots():
@@ -231,7 +249,10 @@ def test_an_abort_ends_running_and_waiting_samples_and_frees_their_slots():
         await clock.advance(4.0)
         await engine.abort("a")
         await engine.abort("unknown")
-        assert [(chunk.token_ids.size, chunk.finish_reason) for chunk in await gone] == [(40, FinishReason.ABORT), (0, FinishReason.ABORT)]
+        assert [(chunk.token_ids.size, chunk.finish_reason) for chunk in await gone] == [
+            (40, FinishReason.ABORT),
+            (0, FinishReason.ABORT),
+        ]
         await clock.advance(10.0)
         assert other.done()
 

@@ -46,7 +46,9 @@ async def replies_of(env: Env) -> list[list[int]]:
 
 def test_arithmetic_of_several_turns_asks_other_sums_of_the_pass_and_expects_all_answers():
     config, tokenizer = ArithmeticConfig(digits=1, prompts=7, turns=3), load_tokenizer(WORKLOAD / "model")
-    answers = {prompt.text: prompt.answer for prompt in one_pass(build_source(ArithmeticConfig(digits=1, prompts=7), seed=3))}
+    answers = {
+        prompt.text: prompt.answer for prompt in one_pass(build_source(ArithmeticConfig(digits=1, prompts=7), seed=3))
+    }
     for prompt in one_pass(build_source(config, seed=3)):
         later = [text for _, text in prompt.metadata]
         assert len({prompt.text, *later}) == 3
@@ -105,7 +107,9 @@ def test_passes_follow_each_other_without_end():
 
 
 def test_a_cursor_of_other_prompts_is_refused():
-    with pytest.raises(UserError, match=r"stands at prompt 8 of pass 0, but a pass has 7 prompts; resume with the prompts"):
+    with pytest.raises(
+        UserError, match=r"stands at prompt 8 of pass 0, but a pass has 7 prompts; resume with the prompts"
+    ):
         SUMS.draw(PromptCursor(index=8), 1)
 
 
@@ -139,7 +143,9 @@ def test_the_fixed_workload_is_read_line_by_line_with_its_tokens():
 def chat_model(tmp_path: Path):
     """The workload's tokenizer with a chat template that writes `*` before each message and `=` at the end."""
     copy = tmp_path / "model"
-    shutil.copytree(WORKLOAD / "model", copy, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile)
+    shutil.copytree(
+        WORKLOAD / "model", copy, ignore=shutil.ignore_patterns("*.safetensors"), copy_function=shutil.copyfile
+    )
     copy.chmod(0o755)
     (copy / "chat_template.jinja").write_text("{% for m in messages %}*{{ m.content }}{% endfor %}=")
     return load_tokenizer(copy)
@@ -153,7 +159,9 @@ def test_a_chat_template_is_applied_where_there_is_one(chat_model: Tokenizer):
     plain = load_tokenizer(WORKLOAD / "model")
     config = JsonlConfig(path=Path("unused.jsonl"))
     raw = Prompt(prompt_id="a", pass_index=0, text="1+2")
-    chat = Prompt(prompt_id="b", pass_index=0, messages=(Message(role="system", content="7"), Message(role="user", content="1+2")))
+    chat = Prompt(
+        prompt_id="b", pass_index=0, messages=(Message(role="system", content="7"), Message(role="user", content="1+2"))
+    )
     assert ids_of(config, raw, plain) == [3, 12, 4]
     assert ids_of(config, raw, chat_model) == [15, 3, 12, 4, 14]
     assert ids_of(config, chat, chat_model) == [15, 9, 15, 3, 12, 4, 14]
@@ -163,7 +171,9 @@ def test_a_chat_template_is_applied_where_there_is_one(chat_model: Tokenizer):
         ids_of(config, chat, plain)
 
 
-def test_a_doubled_beginning_of_sequence_is_refused(chat_model: Tokenizer, tmp_path: Path, golden: dict[str, dict[str, object]]):
+def test_a_doubled_beginning_of_sequence_is_refused(
+    chat_model: Tokenizer, tmp_path: Path, golden: dict[str, dict[str, object]]
+):
     assert golden["V18_bos"]["double_bos"] == 1
     folder = tmp_path / "model"
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -181,7 +191,9 @@ def test_a_doubled_beginning_of_sequence_is_refused(chat_model: Tokenizer, tmp_p
 
 
 def test_a_group_shares_one_read_only_prompt():
-    envs = build_envs(ArithmeticConfig(), Prompt(prompt_id="a", pass_index=0, text="1="), load_tokenizer(WORKLOAD / "model"), 3)
+    envs = build_envs(
+        ArithmeticConfig(), Prompt(prompt_id="a", pass_index=0, text="1="), load_tokenizer(WORKLOAD / "model"), 3
+    )
     assert [env.name for env in envs] == ["arithmetic"] * 3
     assert len({id(env) for env in envs}) == 3
     with pytest.raises(ValueError, match="read-only"):

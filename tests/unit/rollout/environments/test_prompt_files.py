@@ -77,16 +77,31 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_prompts(tmp_path: Path
         ('{"prompt": "1="', r"malformed JSON: .* at column \d+; expected one JSON object a line"),
         ('["1="]', "a JSON list; expected one JSON object a line"),
         ("1", "a JSON int; expected one JSON object a line"),
-        ('{"question": "1=", "b": 2}', "neither 'prompt' nor 'messages'; found the columns b, question. Set environment.prompt_key"),
+        (
+            '{"question": "1=", "b": 2}',
+            "neither 'prompt' nor 'messages'; found the columns b, question. Set environment.prompt_key",
+        ),
         ("{}", "found the columns none"),
-        ('{"prompt": "1=", "messages": [{"role": "user", "content": "1"}]}', "both 'prompt' and 'messages'; give one of them"),
+        (
+            '{"prompt": "1=", "messages": [{"role": "user", "content": "1"}]}',
+            "both 'prompt' and 'messages'; give one of them",
+        ),
         ('{"prompt": 5}', "'prompt' is int 5; expected a string"),
-        ('{"prompt": [{"role": "user", "content": "1"}]}', "expected a string .*set environment.messages_key = 'prompt'"),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}]}',
+            "expected a string .*set environment.messages_key = 'prompt'",
+        ),
         ('{"prompt": ""}', "'prompt' is empty"),
         ('{"messages": "1="}', "'messages' is str '1='; expected a list of messages"),
         ('{"messages": []}', "'messages' is empty; expected at least one message"),
-        ('{"messages": [{"role": "user"}]}', r"message 0 of 'messages' is dict .*expected \{\"role\": \"user\", \"content\": \"...\"\}"),
-        ('{"messages": [{"role": "user", "content": "1", "tool_calls": []}]}', "message 0 .* with two strings and no further keys"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            r"message 0 of 'messages' is dict .*expected \{\"role\": \"user\", \"content\": \"...\"\}",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "1", "tool_calls": []}]}',
+            "message 0 .* with two strings and no further keys",
+        ),
         ('{"messages": [{"role": "user", "content": "1"}, "x"]}', "message 1 of 'messages' is str 'x'"),
         ('{"prompt": "2=", "answer": [1]}', r"'answer' is list \[1\]; expected a string or a number"),
         ('{"prompt": "2=", "answer": true}', "'answer' is bool True; expected a string or a number"),
@@ -110,13 +125,21 @@ def test_bytes_that_are_no_text_are_named_with_file_and_line(tmp_path: Path):
 def test_a_missing_answer_is_an_error_only_where_the_reward_compares_with_it(tmp_path: Path):
     path = write(tmp_path, '{"prompt": "1=", "target": "1"}')
     assert read(path)[0].answer is None
-    with pytest.raises(UserError, match=r"line 1: no 'answer', which the reward compares with; found the columns prompt, target\. .*environment\.answer_key"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"line 1: no 'answer', which the reward compares with; found the columns prompt, target\."
+            r" .*environment\.answer_key"
+        ),
+    ):
         read(path, require_answer=True)
     assert read(path, require_answer=True, answer_key="target")[0].answer == "1"
 
 
 def test_a_system_prompt_is_refused_for_raw_prompts(tmp_path: Path):
-    with pytest.raises(UserError, match=r"line 1: a raw prompt, but environment.system_prompt is set; give 'messages' instead"):
+    with pytest.raises(
+        UserError, match=r"line 1: a raw prompt, but environment.system_prompt is set; give 'messages' instead"
+    ):
         read(write(tmp_path, GOOD), system_prompt="Be brief.")
 
 
@@ -129,7 +152,9 @@ def test_an_empty_prompt_set_is_refused(tmp_path: Path):
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"none.jsonl, which does not exist \(looked up from .*\); give a .jsonl or .parquet file"):
+    with pytest.raises(
+        UserError, match=r"none.jsonl, which does not exist \(looked up from .*\); give a .jsonl or .parquet file"
+    ):
         read(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="which is a directory"):
         read(tmp_path)
@@ -143,5 +168,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path):
 
 def test_a_bad_parquet_row_is_named_by_its_number(tmp_path: Path):
     parquet.write_table(pa.table({"prompt": ["1=", None]}), tmp_path / "tasks.parquet")
-    with pytest.raises(UserError, match=r"tasks.parquet, row 1 \(from 0\): neither 'prompt' nor 'messages'; found the columns none"):
+    with pytest.raises(
+        UserError, match=r"tasks.parquet, row 1 \(from 0\): neither 'prompt' nor 'messages'; found the columns none"
+    ):
         read(tmp_path / "tasks.parquet")

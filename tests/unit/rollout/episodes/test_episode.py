@@ -49,15 +49,30 @@ def run(
 
 
 async def start(
-    engine: Engine, envs: Sequence[Env] | None = None, score: Judge | None = None, settings: EpisodeSettings = SETTINGS, group_size: int = 2
+    engine: Engine,
+    envs: Sequence[Env] | None = None,
+    score: Judge | None = None,
+    settings: EpisodeSettings = SETTINGS,
+    group_size: int = 2,
 ) -> TrajectoryGroup:
     dispatch = replace(DISPATCH, group_size=group_size)
     envs = envs or build_envs(ArithmeticConfig(), dispatch.prompt, TOKENIZER, group_size)
-    return await run_group(dispatch, engine=engine, envs=envs, score=score or RecordingJudge(), tag=build_tag(), tokenizer=TOKENIZER, settings=settings)
+    return await run_group(
+        dispatch,
+        engine=engine,
+        envs=envs,
+        score=score or RecordingJudge(),
+        tag=build_tag(),
+        tokenizer=TOKENIZER,
+        settings=settings,
+    )
 
 
 def failure(
-    engine: Engine | Callable[[GenerationRequest], Iterable[TokenChunk]], score: Judge | None = None, settings: EpisodeSettings = SETTINGS, group_size: int = 2
+    engine: Engine | Callable[[GenerationRequest], Iterable[TokenChunk]],
+    score: Judge | None = None,
+    settings: EpisodeSettings = SETTINGS,
+    group_size: int = 2,
 ) -> EpisodeFailure:
     """How `run` failed."""
     with pytest.raises(EpisodeFailure) as caught:
@@ -69,7 +84,13 @@ def test_a_dispatch_becomes_a_group_of_trajectories_with_their_rewards():
     engine, judge = ToldEngine(stopping(8, 6)), RecordingJudge()
     group = run(engine, score=judge)
     (request,) = engine.requests
-    assert (request.request_id, request.num_samples, request.prompt_ids.tolist(), request.eos_ids, request.seeds) == ("d-0:0", 2, PROMPT, (EOS,), ())
+    assert (request.request_id, request.num_samples, request.prompt_ids.tolist(), request.eos_ids, request.seeds) == (
+        "d-0:0",
+        2,
+        PROMPT,
+        (EOS,),
+        (),
+    )
     assert request.sampling == SETTINGS.sampling
     assert (group.dispatch_id, group.prompt_id, group.pass_index, group.environment) == ("d-0", "p-0", 0, "arithmetic")
     assert [t.trajectory_id for t in group.trajectories] == ["d-0-0", "d-0-1"]
@@ -78,7 +99,9 @@ def test_a_dispatch_becomes_a_group_of_trajectories_with_their_rewards():
     for trajectory in group.trajectories:
         assert trajectory.token_ids.tolist() == [*PROMPT, 8, 6, EOS]
         assert trajectory.sampled.tolist() == [False] * 6 + [True] * 3
-        np.testing.assert_array_equal(trajectory.rollout_logprobs, np.array([0] * 6 + [-0.08, -0.06, -0.01], dtype=np.float32))
+        np.testing.assert_array_equal(
+            trajectory.rollout_logprobs, np.array([0] * 6 + [-0.08, -0.06, -0.01], dtype=np.float32)
+        )
         assert trajectory.version_spans == (VersionSpan(BASE, 6, 9),)
         assert (trajectory.turns, trajectory.finish_reason, trajectory.tag) == (1, FinishReason.STOP, build_tag())
         assert 0 <= trajectory.timings.generation_s < 20
@@ -125,22 +148,34 @@ def test_vector_v14_spans_become_the_versions_of_the_sampled_tokens(golden: dict
     def by_spans(request: GenerationRequest) -> Iterable[TokenChunk]:
         for span in vector["spans"]:
             last = span["end"] == len(vector["token_versions"])
-            yield chunk(request, 0, [5] * (span["end"] - span["start"]), PolicyVersion(1, span["version"]), FinishReason.LENGTH if last else None)
+            yield chunk(
+                request,
+                0,
+                [5] * (span["end"] - span["start"]),
+                PolicyVersion(1, span["version"]),
+                FinishReason.LENGTH if last else None,
+            )
 
     (trajectory,) = run(by_spans, group_size=1).trajectories
     assert trajectory.token_versions()[trajectory.sampled].tolist() == vector["token_versions"]
-    assert [(s.policy.version, s.start - 6, s.end - 6) for s in trajectory.version_spans] == [(s["version"], s["start"], s["end"]) for s in vector["spans"]]
+    assert [(s.policy.version, s.start - 6, s.end - 6) for s in trajectory.version_spans] == [
+        (s["version"], s["start"], s["end"]) for s in vector["spans"]
+    ]
 
 
 def test_an_unknown_version_is_an_engine_failure_never_a_default():
-    failed = failure(lambda request: [chunk(request, 0, (8, EOS), PolicyVersion(1, -1), FinishReason.STOP)], group_size=1)
+    failed = failure(
+        lambda request: [chunk(request, 0, (8, EOS), PolicyVersion(1, -1), FinishReason.STOP)], group_size=1
+    )
     assert failed.reason is FailReason.ENGINE
     assert "an unknown version is an error, never a default" in failed.detail
 
 
 def test_special_tokens_stay_in_the_ids_and_only_leave_the_text():
     judge = RecordingJudge()
-    group = run(lambda request: [chunk(request, 0, (8, 0, EOS, 6, 1), finish=FinishReason.LENGTH)], score=judge, group_size=1)
+    group = run(
+        lambda request: [chunk(request, 0, (8, 0, EOS, 6, 1), finish=FinishReason.LENGTH)], score=judge, group_size=1
+    )
     assert group.trajectories[0].token_ids.tolist() == [*PROMPT, 8, 0, EOS, 6, 1]
     assert judge.completions == ["64"]
 
@@ -159,12 +194,16 @@ def test_sampling_keys_go_along_in_deterministic_mode():
 
 def test_routing_is_carried_as_the_engine_gave_it():
     routing = build_routing(7)
-    (trajectory,) = run(lambda request: [chunk(request, 0, (8, EOS), finish=FinishReason.STOP, routing=routing)], group_size=1).trajectories
+    (trajectory,) = run(
+        lambda request: [chunk(request, 0, (8, EOS), finish=FinishReason.STOP, routing=routing)], group_size=1
+    ).trajectories
     assert trajectory.routing is routing
 
 
 def test_routing_of_another_length_is_an_engine_failure():
-    failed = failure(lambda request: [chunk(request, 0, (8, EOS), finish=FinishReason.STOP, routing=build_routing(6))], group_size=1)
+    failed = failure(
+        lambda request: [chunk(request, 0, (8, EOS), finish=FinishReason.STOP, routing=build_routing(6))], group_size=1
+    )
     assert failed.reason is FailReason.ENGINE
     assert "routing has 6 rows for 8 tokens" in failed.detail
 
@@ -176,19 +215,42 @@ def test_routing_of_another_length_is_an_engine_failure():
         (lambda r: [], r"without a finish reason for samples \[0\] of 1"),
         (lambda r: [chunk(r, 0, (), finish=FinishReason.STOP)], "sample 0 ended with 0 tokens; expected 1 to 8"),
         (lambda r: [chunk(r, 0, [5] * 9, finish=FinishReason.LENGTH)], "sample 0 ended with 9 tokens; expected 1 to 8"),
-        (lambda r: [chunk(r, 1, (8, EOS), finish=FinishReason.STOP)], "got sample 1 of request d-0:0; expected samples 0 to 0"),
-        (lambda r: [replace(chunk(r, 0, (8, EOS), finish=FinishReason.STOP), request_id="d-9:0")], "of request d-9:0; expected"),
-        (lambda r: [chunk(r, 0, (EOS,), finish=FinishReason.STOP), chunk(r, 0, (8,))], "went on after its finish reason"),
-        (lambda r: [chunk(r, 0, (8,), finish=FinishReason.STOP)], r"stopped, but its last token 8 is none of the end tokens \(1,\)"),
+        (
+            lambda r: [chunk(r, 1, (8, EOS), finish=FinishReason.STOP)],
+            "got sample 1 of request d-0:0; expected samples 0 to 0",
+        ),
+        (
+            lambda r: [replace(chunk(r, 0, (8, EOS), finish=FinishReason.STOP), request_id="d-9:0")],
+            "of request d-9:0; expected",
+        ),
+        (
+            lambda r: [chunk(r, 0, (EOS,), finish=FinishReason.STOP), chunk(r, 0, (8,))],
+            "went on after its finish reason",
+        ),
+        (
+            lambda r: [chunk(r, 0, (8,), finish=FinishReason.STOP)],
+            r"stopped, but its last token 8 is none of the end tokens \(1,\)",
+        ),
         (lambda r: [chunk(r, 0, (8,), finish=FinishReason.ABORT)], "sample 0 was aborted after 1 tokens"),
         (
-            lambda r: [replace(chunk(r, 0, (8, EOS), finish=FinishReason.STOP), logprobs=np.zeros(2, dtype=np.float16))],
+            lambda r: [
+                replace(chunk(r, 0, (8, EOS), finish=FinishReason.STOP), logprobs=np.zeros(2, dtype=np.float16))
+            ],
             "float16 log-probs; expected int32 and float32",
         ),
-        (lambda r: [replace(chunk(r, 0, (8, EOS), finish=FinishReason.STOP), logprobs=np.array([np.nan, 0], dtype=np.float32))], "NaN or infinity"),
+        (
+            lambda r: [
+                replace(
+                    chunk(r, 0, (8, EOS), finish=FinishReason.STOP), logprobs=np.array([np.nan, 0], dtype=np.float32)
+                )
+            ],
+            "NaN or infinity",
+        ),
     ],
 )
-def test_an_answer_that_breaks_the_requests_terms_is_an_engine_failure(answer: Callable[[GenerationRequest], list[TokenChunk]], message: str):
+def test_an_answer_that_breaks_the_requests_terms_is_an_engine_failure(
+    answer: Callable[[GenerationRequest], list[TokenChunk]], message: str
+):
     with pytest.raises(EpisodeFailure, match=message) as caught:
         run(answer, group_size=1)
     assert caught.value.reason is FailReason.ENGINE
@@ -199,7 +261,10 @@ def test_whatever_an_engine_raises_is_an_engine_failure_that_names_request_and_r
         raise ConnectionError("core is gone")
 
     failed = failure(dying)
-    assert (failed.reason, failed.detail) == (FailReason.ENGINE, "request d-0:0 on replica 0: ConnectionError: core is gone")
+    assert (failed.reason, failed.detail) == (
+        FailReason.ENGINE,
+        "request d-0:0 on replica 0: ConnectionError: core is gone",
+    )
 
 
 def test_a_prompt_that_leaves_no_room_fails_before_any_engine_sees_it():
@@ -313,6 +378,8 @@ def test_a_sampling_key_is_the_same_everywhere_and_for_ever():
 
 
 def test_sampling_keys_have_63_bits_and_differ_in_every_argument():
-    keys = [sampling_key(s, p, i, n, t) for s in (0, 1) for p in (0, 1) for i in ("1", "11") for n in (0, 1) for t in (0, 1)]
+    keys = [
+        sampling_key(s, p, i, n, t) for s in (0, 1) for p in (0, 1) for i in ("1", "11") for n in (0, 1) for t in (0, 1)
+    ]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**63 for key in keys)

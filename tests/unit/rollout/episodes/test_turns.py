@@ -30,13 +30,31 @@ def counting(request: GenerationRequest) -> Iterable[TokenChunk]:
         yield chunk(request, index, (index + 5 if first else 9, EOS), BASE if first else LATER, FinishReason.STOP)
 
 
-async def start(engine: ToldEngine, envs: list[TalkingEnv], settings: EpisodeSettings = SETTINGS, judge: RecordingJudge | None = None) -> TrajectoryGroup:
+async def start(
+    engine: ToldEngine,
+    envs: list[TalkingEnv],
+    settings: EpisodeSettings = SETTINGS,
+    judge: RecordingJudge | None = None,
+) -> TrajectoryGroup:
     dispatch = build_dispatch(group_size=len(envs))
     async with asyncio.timeout(20):
-        return await run_group(dispatch, engine=engine, envs=envs, score=judge or RecordingJudge(), tag=build_tag(), tokenizer=TOKENIZER, settings=settings)
+        return await run_group(
+            dispatch,
+            engine=engine,
+            envs=envs,
+            score=judge or RecordingJudge(),
+            tag=build_tag(),
+            tokenizer=TOKENIZER,
+            settings=settings,
+        )
 
 
-def run(engine: ToldEngine, envs: list[TalkingEnv], settings: EpisodeSettings = SETTINGS, judge: RecordingJudge | None = None) -> TrajectoryGroup:
+def run(
+    engine: ToldEngine,
+    envs: list[TalkingEnv],
+    settings: EpisodeSettings = SETTINGS,
+    judge: RecordingJudge | None = None,
+) -> TrajectoryGroup:
     return asyncio.run(start(engine, envs, settings, judge))
 
 
@@ -49,7 +67,9 @@ def test_each_sample_goes_on_alone_with_exactly_the_ids_that_it_holds():
     assert first.sampled.tolist() == [False, False, True, True, False, False, False, True, True]
     assert (first.turns, second.turns) == (2, 3)
     assert second.version_spans == (VersionSpan(BASE, 2, 4), VersionSpan(LATER, 7, 9), VersionSpan(LATER, 10, 12))
-    np.testing.assert_array_equal(second.rollout_logprobs[second.sampled], np.array([-0.06, -0.01, -0.09, -0.01, -0.09, -0.01], dtype=np.float32))
+    np.testing.assert_array_equal(
+        second.rollout_logprobs[second.sampled], np.array([-0.06, -0.01, -0.09, -0.01, -0.09, -0.01], dtype=np.float32)
+    )
     assert judge.completions == ["37", "477"]
 
 
@@ -73,7 +93,10 @@ def test_every_request_extends_the_one_before_it_token_by_token():
 def test_later_turns_have_sampling_keys_of_their_own():
     engine = ToldEngine(counting)
     run(engine, [TalkingEnv([]), TalkingEnv([REPLY])], replace(SETTINGS, seed=5))
-    assert [r.seeds for r in engine.requests] == [(sampling_key(5, 0, "p-0", 0), sampling_key(5, 0, "p-0", 1)), (sampling_key(5, 0, "p-0", 1, turn=1),)]
+    assert [r.seeds for r in engine.requests] == [
+        (sampling_key(5, 0, "p-0", 0), sampling_key(5, 0, "p-0", 1)),
+        (sampling_key(5, 0, "p-0", 1, turn=1),),
+    ]
 
 
 def test_a_sample_goes_on_while_another_is_still_in_its_first_turn():
@@ -103,7 +126,10 @@ def test_a_sample_that_was_cut_off_hears_no_reply():
     assert (trajectory.turns, trajectory.finish_reason) == (1, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize(("context", "turns", "finish"), [(8, 2, FinishReason.LENGTH), (7, 1, FinishReason.LENGTH), (9, 2, FinishReason.STOP)])
+@pytest.mark.parametrize(
+    ("context", "turns", "finish"),
+    [(8, 2, FinishReason.LENGTH), (7, 1, FinishReason.LENGTH), (9, 2, FinishReason.STOP)],
+)
 def test_a_conversation_ends_where_the_context_holds_no_further_token(context: int, turns: int, finish: FinishReason):
     def fitting(request: GenerationRequest) -> Iterable[TokenChunk]:
         tokens = (9, EOS)[: request.sampling.max_new_tokens]
@@ -124,7 +150,9 @@ def test_a_raising_environment_fails_its_group_and_aborts_what_runs():
                 await engine.holding.wait()
                 raise KeyError("tool")
 
-        with pytest.raises(EpisodeFailure, match=r"environment talking, sample 1 of dispatch d-0: KeyError: 'tool'") as caught:
+        with pytest.raises(
+            EpisodeFailure, match=r"environment talking, sample 1 of dispatch d-0: KeyError: 'tool'"
+        ) as caught:
             await start(engine, [TalkingEnv([REPLY]), Broken([])])
         assert caught.value.reason is FailReason.ENVIRONMENT
         return engine

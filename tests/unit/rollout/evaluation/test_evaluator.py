@@ -36,7 +36,8 @@ def prompt(text: str, number: int = 0) -> Prompt:
     return Prompt(prompt_id=str(number), pass_index=0, text=text, answer="1")
 
 
-# --- what is held out --------------------------------------------------------------------------------------------------
+# --- what is held out
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +60,9 @@ def test_holding_out_changes_nothing_of_what_is_trained_on():
 
 
 def test_too_few_sums_to_hold_some_out_are_refused():
-    with pytest.raises(UserError, match=r"environment.prompts = 95 and evaluation.prompts = 8, but operands of 1 digits make 100 sums"):
+    with pytest.raises(
+        UserError, match=r"environment.prompts = 95 and evaluation.prompts = 8, but operands of 1 digits make 100 sums"
+    ):
         held_out_prompts(ArithmeticConfig(digits=1, prompts=95), evaluation(), 0)
 
 
@@ -69,7 +72,9 @@ def test_without_evaluation_nothing_is_held_out():
 
 def test_a_file_of_its_own_is_held_out_from_a_prompt_file(tmp_path: Path):
     for name, tasks in (("train", ["a", "b"]), ("eval", ["c", "d", "e"])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": task, "answer": "1"}) + "\n" for task in tasks))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": task, "answer": "1"}) + "\n" for task in tasks)
+        )
     config = JsonlConfig(path=tmp_path / "train.jsonl")
     held_out = held_out_prompts(config, evaluation(path=str(tmp_path / "eval.jsonl")), 0)
     assert sorted(str(each.text) for each in held_out) == ["c", "d", "e"]
@@ -94,14 +99,40 @@ def test_mistakes_in_the_config_are_named(overrides: Sequence[str], said: str):
     assert said in str(caught.value)
 
 
-# --- duplicates and overlap --------------------------------------------------------------------------------------------
+# --- duplicates and overlap
+# --------------------------------------------------------------------------------------------
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "twelve", "small", "birds", "sing", "in", "the", "old", "tree"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "twelve",
+    "small",
+    "birds",
+    "sing",
+    "in",
+    "the",
+    "old",
+    "tree",
+]
 
 
 def test_equal_prompts_overlap_whatever_their_white_space():
     found = check_prompts([prompt("12  + 34 =\n"), prompt("1 + 1 =")], [prompt("12 + 34 ="), prompt("5 + 5 =")])
-    assert (found.exact, found.by_ngrams, found.overlapping, found.overlap, found.example) == (1, 0, 1, 0.5, "12 + 34 =")
+    assert (found.exact, found.by_ngrams, found.overlapping, found.overlap, found.example) == (
+        1,
+        0,
+        1,
+        0.5,
+        "12 + 34 =",
+    )
 
 
 def test_thirteen_words_in_a_row_overlap_and_twelve_do_not():
@@ -114,12 +145,18 @@ def test_thirteen_words_in_a_row_overlap_and_twelve_do_not():
 def test_an_instruction_before_every_task_is_no_overlap():
     instruction = " ".join(WORDS)
     held_out = [prompt(f"{instruction} Task {number}?") for number in range(10)]
-    assert check_prompts([prompt(f"{instruction} Another {number}?") for number in range(10)], held_out).overlapping == 0
+    assert (
+        check_prompts([prompt(f"{instruction} Another {number}?") for number in range(10)], held_out).overlapping == 0
+    )
 
 
 def test_a_system_prompt_is_not_part_of_the_task():
     def chat(task: str) -> Prompt:
-        return Prompt(prompt_id=task, pass_index=0, messages=(Message(role="system", content=" ".join(WORDS)), Message(role="user", content=task)))
+        return Prompt(
+            prompt_id=task,
+            pass_index=0,
+            messages=(Message(role="system", content=" ".join(WORDS)), Message(role="user", content=task)),
+        )
 
     assert check_prompts([chat("a")], [chat("b")]).overlapping == 0
     assert check_prompts([chat("a")], [chat("a")]).overlapping == 1
@@ -132,13 +169,18 @@ def test_repeats_within_the_training_prompts_are_counted():
 
 def jsonl_run(tmp_path: Path, *overrides: str) -> RunConfig:
     for name, tasks in (("train", ["a", "b"]), ("eval", ["b", "c"])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": task, "answer": "1"}) + "\n" for task in tasks))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": task, "answer": "1"}) + "\n" for task in tasks)
+        )
     files = [f'environment={{type="jsonl", path="{tmp_path}/train.jsonl"}}', f'evaluation.path="{tmp_path}/eval.jsonl"']
     return parse_config({}, "test", [*files, "evaluation.every_steps=5", *overrides])
 
 
 def test_a_run_whose_held_out_prompts_are_trained_on_does_not_start(tmp_path: Path):
-    with pytest.raises(UserError, match=r"1 of 2 held-out prompts are also training prompts \(1 exactly.*'b'.*raise evaluation.max_overlap"):
+    with pytest.raises(
+        UserError,
+        match=r"1 of 2 held-out prompts are also training prompts \(1 exactly.*'b'.*raise evaluation.max_overlap",
+    ):
         inputs_of(jsonl_run(tmp_path), MODEL)
 
 
@@ -148,7 +190,8 @@ def test_an_overlap_that_is_allowed_is_told_all_the_same(tmp_path: Path):
     assert (found.exact, found.overlapping) == (1, 1)
 
 
-# --- scores ------------------------------------------------------------------------------------------------------------
+# --- scores
+# ------------------------------------------------------------------------------------------------------------
 
 
 def evaluate(answer: object, *, tokenizer: object = TOKENIZER, **keys: object) -> tuple[EvaluationReport, ToldEngine]:
@@ -168,12 +211,18 @@ def evaluate(answer: object, *, tokenizer: object = TOKENIZER, **keys: object) -
 
 def right_for(texts: set[str]) -> object:
     """Right answers for some prompts, by their text, wrong ones for the rest."""
-    answers = {TOKENIZER.encode(str(p.text)).tobytes(): p for p in held_out_prompts(ArithmeticConfig(digits=1, prompts=20), evaluation(), 0)}
+    answers = {
+        TOKENIZER.encode(str(p.text)).tobytes(): p
+        for p in held_out_prompts(ArithmeticConfig(digits=1, prompts=20), evaluation(), 0)
+    }
 
     def answer(request: GenerationRequest) -> list[TokenChunk]:
         asked = answers[request.prompt_ids.tobytes()]
         text = str(asked.answer) if asked.text in texts else "999"
-        return [chunk(request, i, (*TOKENIZER.encode(text).tolist(), EOS), finish=FinishReason.STOP) for i in range(request.num_samples)]
+        return [
+            chunk(request, i, (*TOKENIZER.encode(text).tolist(), EOS), finish=FinishReason.STOP)
+            for i in range(request.num_samples)
+        ]
 
     return answer
 

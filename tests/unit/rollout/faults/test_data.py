@@ -1,4 +1,5 @@
-"""Planted faults of rewards, prompts, evaluations and speed: each does what it says from its start on, and nothing else."""
+"""Planted faults of rewards, prompts, evaluations and speed: each does what it says from its start on, and nothing
+else."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -57,7 +58,8 @@ def rewarded(fault: FaultConfig, trajectory: Trajectory) -> Reward:
     return plant_reward(right, FaultsConfig(plant=(fault,)))(PROMPT, "2", trajectory)
 
 
-# --- rewards -----------------------------------------------------------------------------------------------------------
+# --- rewards
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_length_is_paid_for_each_sampled_token_and_says_so_in_a_part():
@@ -71,7 +73,11 @@ def test_a_flipped_reward_is_one_minus_itself():
     assert rewarded(RewardFlipFault(), sampled_under(1)).total == 0.0
 
 
-LATE = (LengthRewardFault(start_version=3), RewardFlipFault(start_version=3), DeadRewardWorkerFault(start_version=3, rate=1))
+LATE = (
+    LengthRewardFault(start_version=3),
+    RewardFlipFault(start_version=3),
+    DeadRewardWorkerFault(start_version=3, rate=1),
+)
 
 
 @pytest.mark.parametrize("fault", LATE, ids=lambda fault: fault.type)
@@ -113,7 +119,8 @@ def test_a_planted_reward_hands_on_whether_it_needs_text():
     assert planted(PROMPT, "", sampled_under(1)).total == 0.0
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------------
+# --- prompts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def a_pass(fault: FaultConfig, digits: int | None = 1) -> list[Prompt]:
@@ -162,7 +169,8 @@ def test_a_fault_that_cannot_act_is_refused_with_the_cure(settings: Sequence[str
     assert said in str(caught.value)
 
 
-# --- evaluations -------------------------------------------------------------------------------------------------------
+# --- evaluations
+# -------------------------------------------------------------------------------------------------------
 
 
 def evaluations(*faults: FaultConfig) -> list[EvaluationReport]:
@@ -170,7 +178,13 @@ def evaluations(*faults: FaultConfig) -> list[EvaluationReport]:
 
     def build(tokenizer: Tokenizer):
         return build_evaluator(
-            config=HELD_OUT, environment=SUMS, reward=ExactMatchConfig(), sampling=SamplingConfig(), seed=0, max_context=64, tokenizer=tokenizer
+            config=HELD_OUT,
+            environment=SUMS,
+            reward=ExactMatchConfig(),
+            sampling=SamplingConfig(),
+            seed=0,
+            max_context=64,
+            tokenizer=tokenizer,
         )
 
     evaluator = plant_evaluator(build, TOKENIZER, FaultsConfig(plant=faults))
@@ -186,7 +200,8 @@ def test_a_changed_template_shows_in_the_fingerprint_from_its_start_version_on()
     assert differing == {"chat_template", "prompt_ids"}
 
 
-# --- speed -------------------------------------------------------------------------------------------------------------
+# --- speed
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_replica_waits_before_each_request_from_its_start_version_on():
@@ -199,7 +214,9 @@ def test_a_slow_replica_waits_before_each_request_from_its_start_version_on():
         return [chunk async for chunk in answer]
 
     engine = SlowEngine(ToldEngine(stopping(5)), SlowReplicaFault(delay_s=0.25, start_version=1), sleep)
-    request = GenerationRequest(request_id="r", prompt_ids=ids(3, 14), num_samples=2, sampling=SamplingParams(max_new_tokens=4), eos_ids=(EOS,))
+    request = GenerationRequest(
+        request_id="r", prompt_ids=ids(3, 14), num_samples=2, sampling=SamplingParams(max_new_tokens=4), eos_ids=(EOS,)
+    )
 
     async def run() -> None:
         engine.policy = BASE

@@ -1,4 +1,5 @@
-"""Planted faults at the seams of requests, answers and prompts: each does what it says from its start version on, and nothing else."""
+"""Planted faults at the seams of requests, answers and prompts: each does what it says from its start version on, and
+nothing else."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -55,13 +56,20 @@ def manifest(version: int) -> WeightManifest:
     tensors = (TensorEntry(name="w", dtype="F32", shape=(1,), sha256=f"{version:064d}"),)
     canary = Canary(token_ids=ids(3, 4, 5), logprobs=np.array([-1.0, -2.0 - version], dtype=np.float32))
     policy, digest = PolicyVersion(1, version), manifest_digest(tensors)
-    return WeightManifest(policy=policy, transport=Transport.DISK, location="", tensors=tensors, digest=digest, canary=canary, num_bytes=0)
+    return WeightManifest(
+        policy=policy, transport=Transport.DISK, location="", tensors=tensors, digest=digest, canary=canary, num_bytes=0
+    )
 
 
 def request(request_id: str, prompt: Sequence[int] = (3, 14), samples: int = 2) -> GenerationRequest:
     seeds = tuple(range(samples))
     return GenerationRequest(
-        request_id=request_id, prompt_ids=ids(*prompt), num_samples=samples, sampling=SamplingParams(max_new_tokens=6), eos_ids=(EOS,), seeds=seeds
+        request_id=request_id,
+        prompt_ids=ids(*prompt),
+        num_samples=samples,
+        sampling=SamplingParams(max_new_tokens=6),
+        eos_ids=(EOS,),
+        seeds=seeds,
     )
 
 
@@ -98,10 +106,14 @@ def by_version(engine: Engine) -> tuple[list[TokenChunk], list[TokenChunk]]:
 
 
 def told(chunks: Sequence[TokenChunk]) -> list[object]:
-    return [(c.request_id, c.sample_index, c.token_ids.tolist(), c.logprobs.tolist(), c.policy, c.finish_reason) for c in chunks]
+    return [
+        (c.request_id, c.sample_index, c.token_ids.tolist(), c.logprobs.tolist(), c.policy, c.finish_reason)
+        for c in chunks
+    ]
 
 
-# --- engines -----------------------------------------------------------------------------------------------------------
+# --- engines
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_without_a_fault_of_its_own_stays_as_it_is():
@@ -110,8 +122,15 @@ def test_an_engine_without_a_fault_of_its_own_stays_as_it_is():
 
 
 def test_before_its_start_version_no_fault_changes_an_answer():
-    late = (Bf16LogprobsFault(start_version=2), VersionOffByOneFault(start_version=2), ShortLogprobsFault(start_version=2), SilentTopPFault(start_version=2))
-    assert [told(chunks) for chunks in by_version(planted(scripted(), *late))] == [told(chunks) for chunks in by_version(scripted())]
+    late = (
+        Bf16LogprobsFault(start_version=2),
+        VersionOffByOneFault(start_version=2),
+        ShortLogprobsFault(start_version=2),
+        SilentTopPFault(start_version=2),
+    )
+    assert [told(chunks) for chunks in by_version(planted(scripted(), *late))] == [
+        told(chunks) for chunks in by_version(scripted())
+    ]
 
 
 def test_bf16_logprobs_lose_all_bits_but_bfloat16s_and_nothing_else():
@@ -124,7 +143,10 @@ def test_bf16_logprobs_lose_all_bits_but_bfloat16s_and_nothing_else():
 
 
 def test_version_off_by_one_changes_the_label_alone():
-    (_, honest), (before, after) = by_version(scripted()), by_version(planted(scripted(), VersionOffByOneFault(start_version=0)))
+    (_, honest), (before, after) = (
+        by_version(scripted()),
+        by_version(planted(scripted(), VersionOffByOneFault(start_version=0))),
+    )
     assert [c.policy.version for c in (*before, *after)] == [0, 0, 0, 0]
     assert [c.logprobs.tolist() for c in after] == [c.logprobs.tolist() for c in honest]
 
@@ -136,7 +158,15 @@ def test_a_chunk_with_a_log_prob_too_few_fails_its_request_as_data():
     async def run() -> None:
         await engine.start(manifest(0))
         envs = [TalkingEnv([]), TalkingEnv([])]
-        await run_group(build_dispatch(), engine=engine, envs=envs, score=RecordingJudge(), tag=build_tag(), tokenizer=TOKENIZER, settings=settings)
+        await run_group(
+            build_dispatch(),
+            engine=engine,
+            envs=envs,
+            score=RecordingJudge(),
+            tag=build_tag(),
+            tokenizer=TOKENIZER,
+            settings=settings,
+        )
 
     with pytest.raises(EpisodeFailure, match="log-probs in one chunk") as caught:
         asyncio.run(run())
@@ -189,13 +219,17 @@ def test_raw_logprobs_are_the_scores_of_the_sample_unless_its_weights_are_gone()
         answered = await collect(engine.generate(request("d-0:0")))
         for good, raw in zip(honest, answered, strict=True):
             assert raw.token_ids.tolist() == good.token_ids.tolist() and raw.logprobs.tolist() != good.logprobs.tolist()
-            np.testing.assert_array_equal(raw.logprobs, (await inner.score(np.concatenate([ids(3, 14), raw.token_ids])))[1:])
+            np.testing.assert_array_equal(
+                raw.logprobs, (await inner.score(np.concatenate([ids(3, 14), raw.token_ids])))[1:]
+            )
         rest = await collect(engine.resume_from(request("d-1:0", samples=1), answered[0].token_ids[:2]))
         np.testing.assert_array_equal(rest[0].logprobs, answered[0].logprobs[2:])
 
         outdated = planted(ToldEngine(stopping(5, policy=PolicyVersion(1, 0))), RawLogprobsFault(start_version=0))
         await outdated.start(manifest(1))
-        assert [c.logprobs.tolist() for c in await collect(outdated.generate(request("d-0:0", samples=1)))] == [pytest.approx([-0.05, -0.01])]
+        assert [c.logprobs.tolist() for c in await collect(outdated.generate(request("d-0:0", samples=1)))] == [
+            pytest.approx([-0.05, -0.01])
+        ]
 
     scripted_twin = scripted()
     asyncio.run(scripted_twin.start(manifest(0)))
@@ -251,7 +285,11 @@ def test_the_rate_selects_the_same_requests_every_time():
     chosen = [key for key in keys if selected(half, half.type, 7, key)]
     assert chosen == [key for key in keys if selected(half, half.type, 7, key)]
     assert 0.2 < len(chosen) / len(keys) < 0.3
-    assert chosen != [key for key in keys if selected(half, half.type, 8, key)] != [key for key in keys if selected(other, other.type, 7, key)]
+    assert (
+        chosen
+        != [key for key in keys if selected(half, half.type, 8, key)]
+        != [key for key in keys if selected(other, other.type, 7, key)]
+    )
     assert all(selected(Bf16LogprobsFault(), "bf16_logprobs", 7, key) for key in keys)
 
 
@@ -288,7 +326,8 @@ def test_a_fault_that_fails_a_request_ends_it_underneath():
     asyncio.run(run())
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------------
+# --- prompts
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Chatty(TokenizerWrapper):
@@ -319,7 +358,11 @@ def test_prompt_faults_change_what_text_becomes_and_leave_the_rest():
         assert tokenizer.encode("12+3=").tolist() == expected
         assert plant_tokenizer(Chatty(TOKENIZER), [fault]).render_chat(chat).tolist() == expected
         assert tokenizer.decode(ids(*plain)) == "12+3=" and tokenizer.fingerprint() == TOKENIZER.fingerprint()
-        assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == (TOKENIZER.eos_ids, TOKENIZER.bos_id, TOKENIZER.vocab_size)
+        assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == (
+            TOKENIZER.eos_ids,
+            TOKENIZER.bos_id,
+            TOKENIZER.vocab_size,
+        )
 
 
 def test_a_doubled_begin_token_is_refused_before_it_is_sent():
@@ -348,7 +391,8 @@ def test_a_swap_of_texts_that_are_no_two_tokens_is_refused():
         PlantedPrompts(TOKENIZER, FaultsConfig(plant=(TokenizerSwapFault(first="1", second="31"),)))
 
 
-# --- config ------------------------------------------------------------------------------------------------------------
+# --- config
+# ------------------------------------------------------------------------------------------------------------
 
 
 def parsed(plant: str, *overrides: str) -> RunConfig:
@@ -365,7 +409,11 @@ def parsed(plant: str, *overrides: str) -> RunConfig:
         ('type="routing_perturbed"', (), "set model.moe = true"),
         ('type="missing_routing"', (), "engine.return_routing = true"),
         ('type="corrupt_tensor"', ("engine.type=scripted",), "set engine.type to 'torch' or 'vllm'"),
-        ('type="kv_kept"', ("engine.type=torch", "engine.kv_across_versions=keep"), "set engine.kv_across_versions = 'recompute'"),
+        (
+            'type="kv_kept"',
+            ("engine.type=torch", "engine.kv_across_versions=keep"),
+            "set engine.kv_across_versions = 'recompute'",
+        ),
         ('type="kv_kept"', ("engine.type=scripted",), "no KV cache"),
         ('type="stale_replica", rate=0.5', (), "leave rate out"),
         ('type="bf16_logprobs", rate=0', (), "faults.plant.rate"),

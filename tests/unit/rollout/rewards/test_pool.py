@@ -40,7 +40,9 @@ def judged(worker: Worker, names: Sequence[str], deadline_s: float = 0.2) -> lis
     async def main() -> list[object]:
         pool = RewardPool([worker], deadline_s)
         async with asyncio.timeout(10.0):
-            return list(await asyncio.gather(*(pool(build_prompt(name), (), ()) for name in names), return_exceptions=True))
+            return list(
+                await asyncio.gather(*(pool(build_prompt(name), (), ()) for name in names), return_exceptions=True)
+            )
 
     return asyncio.run(main())
 

@@ -44,9 +44,14 @@ def returning(value: object) -> RewardFunction:
         ("", FinishReason.STOP, 0.0),
     ],
 )
-def test_an_exact_match_equals_the_answer_and_ended_by_itself(completion: str, finish_reason: FinishReason, reward: float):
+def test_an_exact_match_equals_the_answer_and_ended_by_itself(
+    completion: str, finish_reason: FinishReason, reward: float
+):
     exact = build_reward(ExactMatchConfig())
-    assert judge(exact, build_prompt(answer="64"), completion, replace(SAMPLE, finish_reason=finish_reason)).total == reward
+    assert (
+        judge(exact, build_prompt(answer="64"), completion, replace(SAMPLE, finish_reason=finish_reason)).total
+        == reward
+    )
 
 
 def test_an_exact_match_minds_white_space_when_told_to():
@@ -71,14 +76,18 @@ def test_math_verify_judges_equivalence(answer: str, completion: str, reward: fl
 def test_math_verify_works_outside_the_main_thread():
     rewards: list[Reward] = []
     function = build_reward(MathVerifyConfig())
-    thread = threading.Thread(target=lambda: rewards.append(judge(function, build_prompt(answer="1/4"), "0.25", SAMPLE)))
+    thread = threading.Thread(
+        target=lambda: rewards.append(judge(function, build_prompt(answer="1/4"), "0.25", SAMPLE))
+    )
     thread.start()
     thread.join(timeout=30)
     assert rewards == [Reward(total=1.0)]
 
 
 @pytest.mark.parametrize("config", [ExactMatchConfig(), MathVerifyConfig()])
-def test_a_comparing_reward_without_an_answer_raises_and_says_so_beforehand(config: ExactMatchConfig | MathVerifyConfig):
+def test_a_comparing_reward_without_an_answer_raises_and_says_so_beforehand(
+    config: ExactMatchConfig | MathVerifyConfig,
+):
     assert needs_answer(config)
     with pytest.raises(RewardRaised, match="prompt p-0 has no answer"):
         judge(build_reward(config), replace(build_prompt(), answer=None), "1", SAMPLE)
@@ -90,7 +99,15 @@ def test_math_verify_raises_where_the_answer_itself_holds_no_mathematics():
 
 
 @pytest.mark.parametrize(
-    ("value", "total"), [(0.25, 0.25), (1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (Reward(total=3.0, parts=(("style", 1.0),)), 3.0)]
+    ("value", "total"),
+    [
+        (0.25, 0.25),
+        (1, 1.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (Reward(total=3.0, parts=(("style", 1.0),)), 3.0),
+    ],
 )
 def test_a_reward_is_a_number_or_a_reward(value: object, total: float):
     judged = judge(returning(value), build_prompt(), "", SAMPLE)
@@ -99,9 +116,14 @@ def test_a_reward_is_a_number_or_a_reward(value: object, total: float):
     assert judged.parts == (value.parts if isinstance(value, Reward) else ())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0], np.array([1.0]), 1j, Reward(total=1.0, parts=(("style", math.nan),))])
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, "1.0", None, [1.0], np.array([1.0]), 1j, Reward(total=1.0, parts=(("style", math.nan),))],
+)
 def test_what_is_no_finite_number_is_an_invalid_reward(value: object):
-    with pytest.raises(RewardInvalid, match=r"the reward of d-0/0.* is .*; expected a finite number or a Reward") as caught:
+    with pytest.raises(
+        RewardInvalid, match=r"the reward of d-0/0.* is .*; expected a finite number or a Reward"
+    ) as caught:
         judge(returning(value), build_prompt(), "", SAMPLE)
     assert caught.value.reason is FailReason.REWARD_INVALID
 
@@ -121,7 +143,11 @@ def test_a_group_is_judged_in_order():
         return Reward(total=float(len(completion)))
 
     trajectories = [build_trajectory(index=index) for index in range(3)]
-    assert [reward.total for reward in judge_group(length, build_prompt(), ["aaa", "", "a"], trajectories)] == [3.0, 0.0, 1.0]
+    assert [reward.total for reward in judge_group(length, build_prompt(), ["aaa", "", "a"], trajectories)] == [
+        3.0,
+        0.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("error", [RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied])
@@ -139,12 +165,16 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A folder on the import path; what is imported from it is forgotten afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in [name for name, module in sys.modules.items() if str(tmp_path) in (getattr(module, "__file__", None) or "")]:
+    for name in [
+        name for name, module in sys.modules.items() if str(tmp_path) in (getattr(module, "__file__", None) or "")
+    ]:
         del sys.modules[name]
 
 
 def test_a_function_of_the_users_own_is_imported_by_name(importable: Path):
-    (importable / "my_rewards.py").write_text("def half(prompt, completion, trajectory):\n    return len(completion) / 2\nhalf.needs_text = False\n")
+    (importable / "my_rewards.py").write_text(
+        "def half(prompt, completion, trajectory):\n    return len(completion) / 2\nhalf.needs_text = False\n"
+    )
     function = build_reward(PythonRewardConfig(function="my_rewards:half"))
     assert judge(function, build_prompt(), "abc", SAMPLE).total == 1.5
     assert not needs_text(function)
@@ -157,14 +187,19 @@ def test_a_function_of_the_users_own_is_imported_by_name(importable: Path):
     [
         ("my_rewards", "expected package.module:function"),
         (":half", "expected package.module:function"),
-        ("no_such_module_here:half", r"cannot import 'no_such_module_here' .*must be importable in the reward workers.*ModuleNotFoundError"),
+        (
+            "no_such_module_here:half",
+            r"cannot import 'no_such_module_here' .*must be importable in the reward workers.*ModuleNotFoundError",
+        ),
         ("my_broken:half", r"cannot import 'my_broken' .*ZeroDivisionError"),
         ("my_rewards:whole", r"but my_rewards has no such attribute; its callables are: half"),
         ("my_rewards:CONSTANT", r"but my_rewards is of type int"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_a_user_error_with_the_cure(importable: Path, name: str, message: str):
-    (importable / "my_rewards.py").write_text("CONSTANT = 1\ndef half(prompt, completion, trajectory):\n    return 0.5\n")
+    (importable / "my_rewards.py").write_text(
+        "CONSTANT = 1\ndef half(prompt, completion, trajectory):\n    return 0.5\n"
+    )
     (importable / "my_broken.py").write_text("1 / 0\n")
     with pytest.raises(UserError, match=message):
         build_reward(PythonRewardConfig(function=name))

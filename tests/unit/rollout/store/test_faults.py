@@ -1,4 +1,5 @@
-"""A full disk, a read-only directory, a network file system, a kill: a clear error, and nothing that was acknowledged is lost."""
+"""A full disk, a read-only directory, a network file system, a kill: a clear error, and nothing that was acknowledged
+is lost."""
 
 import asyncio
 import json
@@ -49,7 +50,14 @@ async def opened(run_dir: Path, dispatched: int) -> tuple[SqliteStore, list[Disp
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/runs/a", "ext4"), ("/home/me/run", "nfs4"), ("/home/fast/run", "xfs"), ("/homes/me", "ext4"), ("/mnt/my data/run", "fuse.sshfs"), ("/srv/run", "cifs")],
+    [
+        ("/runs/a", "ext4"),
+        ("/home/me/run", "nfs4"),
+        ("/home/fast/run", "xfs"),
+        ("/homes/me", "ext4"),
+        ("/mnt/my data/run", "fuse.sshfs"),
+        ("/srv/run", "cifs"),
+    ],
 )
 def test_the_mount_that_holds_a_path_is_the_longest_and_latest(path: str, kind: str) -> None:
     assert file_system_of(Path(path), MOUNTS)[1] == kind
@@ -116,7 +124,9 @@ def test_a_full_disk_below_the_segments_refuses_the_whole_put(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_an_export_that_cannot_be_written_lags_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_that_cannot_be_written_lags_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     export = tmp_path / "events.jsonl"
     export.symlink_to("/dev/full")
 
@@ -154,7 +164,10 @@ def test_a_segment_ends_at_its_size_and_a_reopened_store_starts_another(tmp_path
         for dispatch in dispatches[:3]:
             await store.put(groups([dispatch]))
         store = SqliteStore(tmp_path)
-        assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["segment-000001.bin", "segment-000002.bin"]
+        assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
+            "segment-000001.bin",
+            "segment-000002.bin",
+        ]
         await store.put(groups(dispatches[3:]))
         assert (tmp_path / "tokens" / "segment-000003.bin").exists()
 
@@ -200,7 +213,12 @@ asyncio.run(main())
 @pytest.mark.parametrize("batches", [1, 40])
 def test_whatever_was_acknowledged_survives_kill_9(tmp_path: Path, batches: int) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert writer.stdout is not None
     acknowledged = [name for _ in range(batches) for name in writer.stdout.readline().split()]
     writer.send_signal(signal.SIGKILL)
@@ -216,7 +234,10 @@ def test_whatever_was_acknowledged_survives_kill_9(tmp_path: Path, batches: int)
     for name in acknowledged:
         group = reader.read_group(name)
         assert group is not None
-        assert group.trajectories[0].token_ids.tolist() == build_group(build_dispatch(0), seed=int(name[2:])).trajectories[0].token_ids.tolist()
+        assert (
+            group.trajectories[0].token_ids.tolist()
+            == build_group(build_dispatch(0), seed=int(name[2:])).trajectories[0].token_ids.tolist()
+        )
     reader.close()
     counts = recovery.counts
     assert counts.total == counts.ready + sum(n for _, n in counts.failed) == recovery.next_dispatch

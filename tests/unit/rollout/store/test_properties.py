@@ -1,4 +1,5 @@
-"""Invariants 1 and 3 of the store, held after every operation of random histories with crashes, against a model that keeps its own books."""
+"""Invariants 1 and 3 of the store, held after every operation of random histories with crashes, against a model that
+keeps its own books."""
 
 import asyncio
 import json
@@ -125,7 +126,9 @@ class History:
         assert recovery.next_dispatch == len(model.entries)
         assert [h.dispatch_id for h in recovery.ready] == model.names("ready", "audited")
         order = list(model.entries)
-        expected = [(model.entries[name].dispatch.prompt, model.queue[name]) for name in sorted(model.queue, key=order.index)]
+        expected = [
+            (model.entries[name].dispatch.prompt, model.queue[name]) for name in sorted(model.queue, key=order.index)
+        ]
         assert [(r.prompt, r.attempt) for r in recovery.readmissions] == expected
         assert {e.policy.version: e.policy for e in recovery.ledger} == model.ledger
         assert recovery.totals.steps == len(model.commits)
@@ -136,7 +139,9 @@ class History:
             number = len(model.entries)
             if model.queue:
                 origin = min(model.queue, key=list(model.entries).index)
-                dispatch = build_dispatch(number, prompt=model.entries[origin].dispatch.prompt, attempt=model.queue.pop(origin))
+                dispatch = build_dispatch(
+                    number, prompt=model.entries[origin].dispatch.prompt, attempt=model.queue.pop(origin)
+                )
             else:
                 dispatch = build_dispatch(number)
                 model.cursor += 1
@@ -188,9 +193,18 @@ class History:
         names = tuple(self.some(self.model.names("ready", "audited", "leased"), 2))
         if not names:
             return
-        self.done(self.store.lease(self.model.epoch, [name for name in names if self.model.entries[name].state != "leased"]))
+        self.done(
+            self.store.lease(self.model.epoch, [name for name in names if self.model.entries[name].state != "leased"])
+        )
         policy = PolicyVersion(self.model.epoch, self.version + 1)
-        commit = StepCommit(policy=policy, dispatch_ids=names, digest="", trajectories_trained=2 * len(names), trajectories_masked=0, trajectories_dropped=0)
+        commit = StepCommit(
+            policy=policy,
+            dispatch_ids=names,
+            digest="",
+            trajectories_trained=2 * len(names),
+            trajectories_masked=0,
+            trajectories_dropped=0,
+        )
         for _ in range(self.random.randint(1, 2)):
             self.done(self.store.acknowledge(commit))
         self.model.commits[policy.version] = names
@@ -213,14 +227,20 @@ class History:
 
     def reject(self) -> None:
         names = self.some(list(self.model.entries), 2)
-        reason = self.random.choice([RejectReason.STALE, RejectReason.CANARY, FailReason.ENGINE, FailReason.REWARD_TIMEOUT])
+        reason = self.random.choice(
+            [RejectReason.STALE, RejectReason.CANARY, FailReason.ENGINE, FailReason.REWARD_TIMEOUT]
+        )
         readmit = self.random.random() < 0.7
         expected = list[str]()
         for name in [*names, *names[:1]]:
             entry = self.model.entries[name]
             if not entry.ended and not entry.held:
                 failed = isinstance(reason, FailReason)
-                self.model.end(name, f"{'failed' if failed else 'rejected'}:{reason}", entry.dispatch.attempt + failed if readmit else None)
+                self.model.end(
+                    name,
+                    f"{'failed' if failed else 'rejected'}:{reason}",
+                    entry.dispatch.attempt + failed if readmit else None,
+                )
                 expected += [entry.dispatch.prompt.prompt_id] if readmit else []
         endings = [Ending(dispatch_id=name, reason=reason, detail="", readmit=readmit) for name in [*names, *names[:1]]]
         answer = self.done(self.store.reject(self.model.epoch, endings))
@@ -250,8 +270,12 @@ class History:
         found = (counts.dispatched, counts.ready, counts.audited, counts.leased, counts.trained)
         assert found == tuple(at[state] for state in ("dispatched", "ready", "audited", "leased", "trained"))
         assert dict(counts.trained_held) == Counter(entry.step for entry in entries.values() if entry.held)
-        assert {f"rejected:{r}": n for r, n in counts.rejected} | {f"failed:{r}": n for r, n in counts.failed} == {s: n for s, n in at.items() if ":" in s}
-        assert counts.total == counts.in_flight + counts.trained + sum(n for _, n in counts.rejected) + sum(n for _, n in counts.failed)
+        assert {f"rejected:{r}": n for r, n in counts.rejected} | {f"failed:{r}": n for r, n in counts.failed} == {
+            s: n for s, n in at.items() if ":" in s
+        }
+        assert counts.total == counts.in_flight + counts.trained + sum(n for _, n in counts.rejected) + sum(
+            n for _, n in counts.failed
+        )
         for name, entry in entries.items():
             if entry.ended:
                 assert self.model.ended.setdefault(name, entry.state) == entry.state
@@ -284,8 +308,15 @@ STEPS: dict[Callable[[History], object], int] = {
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), steps=st.lists(st.sampled_from([step for step, weight in STEPS.items() for _ in range(weight)]), min_size=20, max_size=60))
-def test_invariants_1_and_3_hold_through_any_history_with_crashes(seed: int, steps: list[Callable[[History], object]]) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.lists(
+        st.sampled_from([step for step, weight in STEPS.items() for _ in range(weight)]), min_size=20, max_size=60
+    ),
+)
+def test_invariants_1_and_3_hold_through_any_history_with_crashes(
+    seed: int, steps: list[Callable[[History], object]]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         history = History(Path(directory), seed)
         history.dispatch_and_put()

@@ -27,7 +27,16 @@ async def write(run_dir: Path) -> SqliteStore:
     await store.put([encode(build_group(d, seed=number)) for number, d in enumerate(dispatches[:2])])
     await store.annotate([Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x01\x02")])
     await store.lease(1, ["d-0"])
-    await store.acknowledge(StepCommit(policy=STEP, dispatch_ids=("d-0",), digest="x", trajectories_trained=2, trajectories_masked=0, trajectories_dropped=0))
+    await store.acknowledge(
+        StepCommit(
+            policy=STEP,
+            dispatch_ids=("d-0",),
+            digest="x",
+            trajectories_trained=2,
+            trajectories_masked=0,
+            trajectories_dropped=0,
+        )
+    )
     await store.commit_version(LedgerEntry(policy=STEP, digest="x"))
     await store.reject(1, [Ending(dispatch_id="d-1", reason=RejectReason.STALE, detail="age 3 > 2", readmit=True)])
     return store
@@ -39,13 +48,21 @@ def check(run_dir: Path) -> None:
     assert trained is not None
     assert rejected is not None
     assert running is not None
-    assert (trained.state, trained.step, trained.dispatch, trained.has_group) == (DispatchState.LEASED, STEP, build_dispatch(0), True)
+    assert (trained.state, trained.step, trained.dispatch, trained.has_group) == (
+        DispatchState.LEASED,
+        STEP,
+        build_dispatch(0),
+        True,
+    )
     assert (rejected.state, rejected.reason, rejected.detail) == (DispatchState.REJECTED, "stale", "age 3 > 2")
     assert (running.state, running.has_group) == (DispatchState.DISPATCHED, False)
     assert reader.dispatch_record("nobody") is None
     group = reader.read_group("d-1")
     assert group is not None
-    assert group.trajectories[1].token_ids.tolist() == build_group(build_dispatch(1), seed=1).trajectories[1].token_ids.tolist()
+    assert (
+        group.trajectories[1].token_ids.tolist()
+        == build_group(build_dispatch(1), seed=1).trajectories[1].token_ids.tolist()
+    )
     assert reader.read_group("d-2") is None
     assert reader.dispatch_of_trajectory("d-1/1") == "d-1"
     assert reader.dispatch_of_trajectory("d-1/") is None

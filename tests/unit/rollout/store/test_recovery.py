@@ -19,7 +19,8 @@ from rollout.types.weights import PolicyVersion
 
 
 class Run:
-    """A driver in miniature: it dispatches, finishes and trains groups one by one, and can lose its store without a goodbye."""
+    """A driver in miniature: it dispatches, finishes and trains groups one by one, and can lose its store without a
+    goodbye."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -135,11 +136,17 @@ def test_orphans_stay_orphans_when_a_later_epoch_has_passed_their_number(tmp_pat
         await run.open(PolicyVersion(1, 8))
         for version in range(9, 13):
             await run.train(version, [await run.group(PolicyVersion(1, 8))])
-        named = {p: await run.group(p) for p in (PolicyVersion(1, 9), PolicyVersion(1, 8), PolicyVersion(2, 11), PolicyVersion(2, 12))}
+        named = {
+            p: await run.group(p)
+            for p in (PolicyVersion(1, 9), PolicyVersion(1, 8), PolicyVersion(2, 11), PolicyVersion(2, 12))
+        }
         recovery = await run.open(PolicyVersion(2, 11))
         waiting = {header.dispatch_id for header in recovery.ready}
         assert {p.key for p, i in named.items() if i in waiting} == {"e1-v8", "e2-v11"}
-        assert [e.policy.key for e in recovery.ledger] == [*(f"e1-v{v}" for v in range(1, 9)), *(f"e2-v{v}" for v in range(9, 12))]
+        assert [e.policy.key for e in recovery.ledger] == [
+            *(f"e1-v{v}" for v in range(1, 9)),
+            *(f"e2-v{v}" for v in range(9, 12)),
+        ]
         assert recovery.totals.steps == 11
 
     asyncio.run(scenario())
@@ -168,7 +175,10 @@ def test_a_checkpoint_that_a_later_resume_took_back_is_refused(tmp_path: Path) -
         for version in range(1, 5):
             await run.train(version, [await run.group()])
         await run.open(PolicyVersion(1, 2))
-        for foreign, message in ((PolicyVersion(1, 3), "taken back by a later resume"), (PolicyVersion(3, 1), "different runs")):
+        for foreign, message in (
+            (PolicyVersion(1, 3), "taken back by a later resume"),
+            (PolicyVersion(3, 1), "different runs"),
+        ):
             with pytest.raises(StoreError, match=message):
                 await run.store.recover(foreign)
         assert (await run.open(PolicyVersion(2, 2))).trainer_epoch == 3

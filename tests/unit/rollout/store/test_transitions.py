@@ -51,7 +51,12 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_new_store_is_empty_and_at_its_first_epoch(tmp_path: Path) -> None:
     recovery = asyncio.run(SqliteStore(tmp_path).recover(None))
-    assert (recovery.trainer_epoch, recovery.next_dispatch, recovery.cursor, recovery.counts) == (1, 0, PromptCursor(), Counts())
+    assert (recovery.trainer_epoch, recovery.next_dispatch, recovery.cursor, recovery.counts) == (
+        1,
+        0,
+        PromptCursor(),
+        Counts(),
+    )
 
 
 def test_nothing_is_dispatched_before_the_first_epoch(tmp_path: Path) -> None:
@@ -87,7 +92,11 @@ def test_a_group_is_leased_once(tmp_path: Path) -> None:
 def test_a_lease_that_names_a_group_twice_or_an_unknown_one_leases_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         store, _ = await opened(tmp_path, 3, 2)
-        for ids, message in ((["d-0", "d-0"], "asked 2 times"), (["d-0", "d-2"], r"d-2 \(dispatched\)"), (["d-0", "nobody"], "no dispatch nobody")):
+        for ids, message in (
+            (["d-0", "d-0"], "asked 2 times"),
+            (["d-0", "d-2"], r"d-2 \(dispatched\)"),
+            (["d-0", "nobody"], "no dispatch nobody"),
+        ):
             with pytest.raises(StoreError, match=message):
                 await store.lease(1, ids)
         assert (await store.counts()).leased == 0
@@ -160,7 +169,13 @@ def test_the_prompt_cursor_never_goes_back(tmp_path: Path) -> None:
 
 
 def test_the_cursor_and_every_part_of_a_prompt_survive_a_crash(tmp_path: Path) -> None:
-    chat = Prompt(prompt_id="c", pass_index=0, messages=(Message(role="user", content='say "ü"\n'),), answer=None, metadata=(("level", "3"),))
+    chat = Prompt(
+        prompt_id="c",
+        pass_index=0,
+        messages=(Message(role="user", content='say "ü"\n'),),
+        answer=None,
+        metadata=(("level", "3"),),
+    )
 
     async def scenario() -> None:
         store, _ = await opened(tmp_path)
@@ -223,7 +238,10 @@ def test_a_dispatch_ends_once_and_a_late_ending_is_an_event(tmp_path: Path) -> N
         store, _ = await opened(tmp_path, 3, 3)
         await store.lease(1, ["d-0", "d-1"])
         await store.acknowledge(commit_of(1, "d-0"))
-        stale = [Ending(dispatch_id=i, reason=RejectReason.STALE, detail="", readmit=True) for i in ("d-0", "d-1", "d-1", "d-2")]
+        stale = [
+            Ending(dispatch_id=i, reason=RejectReason.STALE, detail="", readmit=True)
+            for i in ("d-0", "d-1", "d-1", "d-2")
+        ]
         answer = await store.reject(1, stale)
         assert [r.prompt.prompt_id for r in answer.readmissions] == ["p-1", "p-2"]
         assert answer.counts.rejected == (("stale", 2),)
@@ -252,10 +270,16 @@ def test_a_readmitted_prompt_leaves_the_queue_with_the_dispatch_that_takes_it(tm
         again = [Ending(dispatch_id=i, reason=FailReason.ENGINE, detail="", readmit=True) for i in ("d-0", "d-1")]
         first = (await store.reject(1, again)).readmissions[0]
         other_pass = build_dispatch(2, prompt=build_prompt("p-1", pass_index=1))
-        await store.dispatch(1, [build_dispatch(3, prompt=first.prompt, attempt=first.attempt), other_pass], PromptCursor(index=3))
+        await store.dispatch(
+            1, [build_dispatch(3, prompt=first.prompt, attempt=first.attempt), other_pass], PromptCursor(index=3)
+        )
         store = SqliteStore(tmp_path)
         recovery = await store.recover(None)
-        assert [(r.prompt.prompt_id, r.prompt.pass_index, r.attempt) for r in recovery.readmissions] == [("p-1", 0, 2), ("p-0", 0, 2), ("p-1", 1, 1)]
+        assert [(r.prompt.prompt_id, r.prompt.pass_index, r.attempt) for r in recovery.readmissions] == [
+            ("p-1", 0, 2),
+            ("p-0", 0, 2),
+            ("p-1", 1, 1),
+        ]
 
     asyncio.run(scenario())
 
@@ -318,7 +342,11 @@ def test_a_store_that_another_process_has_recovered_is_fenced_as_a_whole(tmp_pat
         old, dispatches = await opened(tmp_path, 1)
         new = SqliteStore(tmp_path)
         await new.recover(None)
-        for call in (old.put(groups_of(dispatches)), old.commit_version(LedgerEntry(policy=BASE, digest="")), old.record_event("late", {})):
+        for call in (
+            old.put(groups_of(dispatches)),
+            old.commit_version(LedgerEntry(policy=BASE, digest="")),
+            old.record_event("late", {}),
+        ):
             with pytest.raises(FencedError, match="another process has opened trainer epoch 2"):
                 await call
         assert (await new.counts()).failed == (("lost", 1),)
@@ -335,7 +363,13 @@ def test_every_transition_is_one_numbered_event_in_the_export(tmp_path: Path) ->
         await store.settle(PolicyVersion(1, 1))
         written = events(tmp_path)
         assert [e["number"] for e in written] == list(range(1, len(written) + 1))
-        assert [e["kind"] for e in written if e.get("dispatch_id") == "d-0"] == ["dispatched", "ready", "leased", "trained", "settled"]
+        assert [e["kind"] for e in written if e.get("dispatch_id") == "d-0"] == [
+            "dispatched",
+            "ready",
+            "leased",
+            "trained",
+            "settled",
+        ]
         assert any(e["kind"] == "weights_applied" and e["pause_ms"] == 1.5 for e in written)
         with pytest.raises(StoreError, match="number"):
             await store.record_event("bad", {"number": 7})

@@ -34,7 +34,8 @@ def edit_model(model_dir: Path, **changes: object) -> None:
 
 
 class Wrapped:
-    """The workload's tokenizer under another version of its library: one probe text gets other ids, or another text back."""
+    """The workload's tokenizer under another version of its library: one probe text gets other ids, or another text
+    back."""
 
     def __init__(self, probe: str, text: str | None = None) -> None:
         self._inner, self._probe, self._text = load_tokenizer(MODEL), probe, text
@@ -46,7 +47,11 @@ class Wrapped:
 
     def decode(self, ids: NDArray[np.int32], skip_special_tokens: bool = True) -> str:
         text = self._inner.decode(ids, skip_special_tokens)
-        return self._text if self._text is not None and np.array_equal(ids, self._inner.encode(PROBES[self._probe])) else text
+        return (
+            self._text
+            if self._text is not None and np.array_equal(ids, self._inner.encode(PROBES[self._probe]))
+            else text
+        )
 
     def fingerprint_fields(self) -> dict[str, str]:
         return self._inner.fingerprint_fields()
@@ -108,5 +113,16 @@ def test_what_only_one_side_has_counts_as_a_difference() -> None:
 def test_the_probes_hold_what_tokenizers_are_known_to_differ_in() -> None:
     texts = "".join(PROBES.values())
     assert PROBES["empty"] == "" and PROBES["blank"] == " "
-    for part in ("\u0301", "\u200d", "\t\t", "\n\n\n", "\r\n", "    ", "1234567", '"arguments": {', "<|im_end|>\n", "</s>"):
+    for part in (
+        "\u0301",
+        "\u200d",
+        "\t\t",
+        "\n\n\n",
+        "\r\n",
+        "    ",
+        "1234567",
+        '"arguments": {',
+        "<|im_end|>\n",
+        "</s>",
+    ):
         assert part in texts

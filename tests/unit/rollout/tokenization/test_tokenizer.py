@@ -20,8 +20,9 @@ from rollout.types.prompts import Message
 WORKLOAD = ROOT / "benchmarks" / "workload"
 MODEL = WORKLOAD / "model"
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
-    "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}{% "
+    "generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
+    "%}={% endif %}"
 )
 """Characters of the workload's vocabulary only; `\\n` is none of them."""
 
@@ -65,7 +66,14 @@ def test_the_text_of_a_special_token_is_that_token():
 
 def test_truncation_and_padding_baked_into_the_file_never_touch_a_prompt(model_dir: Path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    padding = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
     edit(model_dir / "tokenizer.json", truncation=truncation, padding=padding)
     assert load_tokenizer(model_dir).encode("41+19=").tolist() == [6, 3, 12, 3, 11, 14]
 
@@ -106,7 +114,18 @@ def test_a_chat_is_rendered_by_the_models_template_up_to_the_policys_answer(mode
     tokenizer = load_tokenizer(model_dir)
     assert tokenizer.has_chat_template
     chat = [Message(role="system", content="12"), Message(role="user", content="3+4")]
-    assert tokenizer.render_chat(chat).tolist() == [3, 4, 1, 0, 5, 12, 6, 1, 0, 14]  # 0: the newline, unknown to this vocabulary
+    assert tokenizer.render_chat(chat).tolist() == [
+        3,
+        4,
+        1,
+        0,
+        5,
+        12,
+        6,
+        1,
+        0,
+        14,
+    ]  # 0: the newline, unknown to this vocabulary
 
 
 def test_a_template_in_the_tokenizers_config_counts_and_the_file_beside_it_wins(model_dir: Path):
@@ -152,7 +171,9 @@ def swap_two_letters(model_dir: Path):
         ("chat_template", lambda d: edit(d / "tokenizer_config.json", chat_template="{{ messages }}")),
     ],
 )
-def test_the_fingerprint_names_the_one_field_in_which_two_tokenizers_differ(model_dir: Path, field: str, change: Callable[[Path], None]):
+def test_the_fingerprint_names_the_one_field_in_which_two_tokenizers_differ(
+    model_dir: Path, field: str, change: Callable[[Path], None]
+):
     before = load_tokenizer(model_dir)
     change(model_dir)
     after = load_tokenizer(model_dir)
@@ -163,7 +184,12 @@ def test_the_fingerprint_names_the_one_field_in_which_two_tokenizers_differ(mode
 
 def test_digests_are_taken_over_the_canonical_form_of_vector_v20(golden: dict[str, Any]):
     vector = golden["V20_fingerprint"]
-    document = {"vocab": {"a": 0, "b": 1, "<s>": 2}, "special_tokens": {"bos_token_id": 2}, "chat_template": "{{x}}", "added": ["<s>"]}
+    document = {
+        "vocab": {"a": 0, "b": 1, "<s>": 2},
+        "special_tokens": {"bos_token_id": 2},
+        "chat_template": "{{x}}",
+        "added": ["<s>"],
+    }
     assert canonical_json(document).decode() == vector["canonical"]
     assert json_digest(document) == vector["sha256"]
 
@@ -177,18 +203,35 @@ def test_digests_are_taken_over_the_canonical_form_of_vector_v20(golden: dict[st
         (lambda d: (d / "tokenizer_config.json").write_text("{"), r"cannot read .*tokenizer_config.json.*restore"),
         (lambda d: (d / "config.json").write_text("[]"), r"config.json holds a JSON list; expected an object"),
         (lambda d: edit(d / "config.json", vocab_size=31), r"ids up to 31, but the model's embedding has 31 rows"),
-        (lambda d: edit(d / "generation_config.json", eos_token_id="<eos>"), r"eos_token_id of .* is '<eos>'; expected a token id"),
-        (lambda d: edit(d / "generation_config.json", eos_token_id=32), r"names end tokens \(32, 1\), but its vocabulary ends at 31"),
-        (lambda d: edit(d / "tokenizer_config.json", eos_token="</s>"), r"names eos_token '</s>', which tokenizer.json does not hold"),
+        (
+            lambda d: edit(d / "generation_config.json", eos_token_id="<eos>"),
+            r"eos_token_id of .* is '<eos>'; expected a token id",
+        ),
+        (
+            lambda d: edit(d / "generation_config.json", eos_token_id=32),
+            r"names end tokens \(32, 1\), but its vocabulary ends at 31",
+        ),
+        (
+            lambda d: edit(d / "tokenizer_config.json", eos_token="</s>"),
+            r"names eos_token '</s>', which tokenizer.json does not hold",
+        ),
         (
             lambda d: edit(d / "tokenizer_config.json", added_tokens_decoder={"32": {"content": "<tool>"}}),
             r"'<tool>' has id 32, but tokenizer.json gives it None",
         ),
-        (lambda d: edit(d / "tokenizer_config.json", add_bos_token="yes"), r"add_bos_token of .* is 'yes'; expected true or false"),
-        (lambda d: (d / "chat_template.jinja").write_text("{% if %}"), r"chat template of .* does not compile: TemplateSyntaxError"),
+        (
+            lambda d: edit(d / "tokenizer_config.json", add_bos_token="yes"),
+            r"add_bos_token of .* is 'yes'; expected true or false",
+        ),
+        (
+            lambda d: (d / "chat_template.jinja").write_text("{% if %}"),
+            r"chat template of .* does not compile: TemplateSyntaxError",
+        ),
     ],
 )
-def test_a_broken_model_directory_is_a_user_error_with_the_cure(model_dir: Path, change: Callable[[Path], object], message: str):
+def test_a_broken_model_directory_is_a_user_error_with_the_cure(
+    model_dir: Path, change: Callable[[Path], object], message: str
+):
     change(model_dir)
     with pytest.raises(UserError, match=message):
         load_tokenizer(model_dir)
@@ -218,9 +261,11 @@ def test_a_template_cannot_reach_into_python(model_dir: Path):
 
 def test_prompts_rewards_and_episodes_load_without_torch_and_transformers():
     code = (
-        "import sys, rollout.episodes.episode, rollout.environments.registry, rollout.rewards.registry; "
-        "from rollout.tokenization.tokenizer import load_tokenizer; "
-        f"load_tokenizer({str(MODEL)!r}); print(sorted({{'torch', 'transformers', 'ray', 'vllm', 'pyarrow', 'sympy'}} & set(sys.modules)))"
+        "import sys, rollout.episodes.episode, rollout.environments.registry, rollout.rewards.registry; from "
+        f"rollout.tokenization.tokenizer import load_tokenizer; load_tokenizer({str(MODEL)!r}); "
+        "print(sorted({'torch', 'transformers', 'ray', 'vllm', 'pyarrow', 'sympy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

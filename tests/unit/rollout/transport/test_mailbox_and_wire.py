@@ -22,7 +22,11 @@ def test_wired_values_survive_pickling() -> None:
     again = pickle.loads(pickle.dumps(group.trajectories[0]))
     assert encode(group).payload.tobytes() == encoded.payload.tobytes()
     np.testing.assert_array_equal(again.token_ids, group.trajectories[0].token_ids)
-    assert (again.version_spans, again.tag, again.timings) == (group.trajectories[0].version_spans, group.trajectories[0].tag, group.trajectories[0].timings)
+    assert (again.version_spans, again.tag, again.timings) == (
+        group.trajectories[0].version_spans,
+        group.trajectories[0].tag,
+        group.trajectories[0].timings,
+    )
 
 
 def test_a_class_with_one_field_cannot_be_wired() -> None:

@@ -10,7 +10,15 @@ from support.builders import BASE, build_group, build_tag
 
 from rollout.errors import StoreError
 from rollout.types.codec import checksum_of, decode, encode
-from rollout.types.trajectory import FinishReason, Reward, RoutingTrace, Timings, Trajectory, TrajectoryGroup, VersionSpan
+from rollout.types.trajectory import (
+    FinishReason,
+    Reward,
+    RoutingTrace,
+    Timings,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from rollout.types.weights import PolicyVersion
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -36,7 +44,10 @@ def trajectories(draw: st.DrawFn, index: int) -> Trajectory:
     if draw(st.booleans()):
         shape = (size - 1, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
         experts = rng.integers(200, size=shape)
-        routing = RoutingTrace(experts=experts.astype(np.uint8) if draw(st.booleans()) else experts.astype(np.uint16), covered=rng.random(size - 1) < 0.5)
+        routing = RoutingTrace(
+            experts=experts.astype(np.uint8) if draw(st.booleans()) else experts.astype(np.uint16),
+            covered=rng.random(size - 1) < 0.5,
+        )
     return Trajectory(
         trajectory_id=draw(text),
         dispatch_id="d",
@@ -57,9 +68,17 @@ def trajectories(draw: st.DrawFn, index: int) -> Trajectory:
 @st.composite
 def groups(draw: st.DrawFn) -> TrajectoryGroup:
     members = tuple(draw(trajectories(index)) for index in range(draw(st.integers(1, 4))))
-    rewards = tuple(Reward(total=draw(finite), parts=tuple(draw(st.lists(st.tuples(text, finite), max_size=2)))) for _ in members)
+    rewards = tuple(
+        Reward(total=draw(finite), parts=tuple(draw(st.lists(st.tuples(text, finite), max_size=2)))) for _ in members
+    )
     return TrajectoryGroup(
-        dispatch_id="d", prompt_id="p", pass_index=draw(st.integers(0, 9)), environment="e", trajectories=members, rewards=rewards, reward_s=draw(finite)
+        dispatch_id="d",
+        prompt_id="p",
+        pass_index=draw(st.integers(0, 9)),
+        environment="e",
+        trajectories=members,
+        rewards=rewards,
+        reward_s=draw(finite),
     )
 
 
@@ -94,7 +113,13 @@ def test_decoded_arrays_cannot_be_written() -> None:
     for vocab_size in (32, 150_000):
         decoded = decode(encode(build_group(vocab_size=vocab_size, routing=(2, 2))).payload).trajectories[0]
         assert decoded.routing is not None
-        for array in (decoded.token_ids, decoded.sampled, decoded.rollout_logprobs, decoded.routing.experts, decoded.routing.covered):
+        for array in (
+            decoded.token_ids,
+            decoded.sampled,
+            decoded.rollout_logprobs,
+            decoded.routing.experts,
+            decoded.routing.covered,
+        ):
             assert not array.flags.writeable
 
 
@@ -107,7 +132,10 @@ def test_large_vocabulary_ids_and_routing_are_views_of_the_payload() -> None:
 
 
 def test_small_vocabularies_take_half_the_bytes_for_ids() -> None:
-    sizes = [encode(build_group(vocab_size=vocab_size, spans=((BASE, 1000),))).payload.size for vocab_size in (1 << 16, 1 << 20)]
+    sizes = [
+        encode(build_group(vocab_size=vocab_size, spans=((BASE, 1000),))).payload.size
+        for vocab_size in (1 << 16, 1 << 20)
+    ]
     assert sizes[1] - sizes[0] >= 2 * 1000 * 2 - 32
 
 
@@ -139,7 +167,9 @@ def test_every_flipped_byte_is_refused(data: st.DataObject) -> None:
         decode(damaged)
 
 
-@pytest.mark.parametrize(("at", "value", "message"), [(0, ord("X"), "not an encoded trajectory group"), (4, 99, "format version 99")])
+@pytest.mark.parametrize(
+    ("at", "value", "message"), [(0, ord("X"), "not an encoded trajectory group"), (4, 99, "format version 99")]
+)
 def test_foreign_magic_and_unknown_format_versions_are_named(at: int, value: int, message: str) -> None:
     damaged = encode(build_group()).payload.copy()
     damaged[at] = value

@@ -14,7 +14,12 @@ from trainer.algorithms.registry import build_algorithm
 from trainer.config.trainer import GrpoConfig, RlooConfig
 from trainer.loss.policy_loss import LossTokens, kl_estimate
 
-GROUPS = {"r100": (1.0, 0.0, 0.0), "r1h0": (1.0, 0.5, 0.0), "all0": (0.0, 0.0, 0.0), "hard_group_half": (0.0, 0.5, 0.0, 0.0)}
+GROUPS = {
+    "r100": (1.0, 0.0, 0.0),
+    "r1h0": (1.0, 0.5, 0.0),
+    "all0": (0.0, 0.0, 0.0),
+    "hard_group_half": (0.0, 0.5, 0.0, 0.0),
+}
 
 
 def rewards(*totals: float) -> tuple[Reward, ...]:
@@ -43,7 +48,9 @@ def tokens(old: Tensor, advantage: Tensor) -> LossTokens:
 @pytest.mark.parametrize(("key", "epsilon"), [("adv", 1e-6), ("adv_eps0", 0.0)])
 def test_grpo_advantages_are_the_golden_ones(golden: dict[str, Any], name: str, key: str, epsilon: float):
     expected = golden["V15_selfverify"][name][key]
-    np.testing.assert_allclose(advantages(GrpoConfig(std_epsilon=epsilon), *GROUPS[name]), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        advantages(GrpoConfig(std_epsilon=epsilon), *GROUPS[name]), expected, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_alike_rewards_give_zero_even_without_epsilon():
@@ -51,7 +58,9 @@ def test_alike_rewards_give_zero_even_without_epsilon():
 
 
 def test_grpo_without_division_only_centres():
-    np.testing.assert_allclose(advantages(GrpoConfig(normalize_std=False), 1.0, 0.0, 0.0), [2 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(
+        advantages(GrpoConfig(normalize_std=False), 1.0, 0.0, 0.0), [2 / 3, -1 / 3, -1 / 3], rtol=1e-6
+    )
 
 
 def test_rloo_takes_the_mean_of_the_others():
@@ -77,7 +86,9 @@ def test_a_group_of_one_is_refused(config: GrpoConfig | RlooConfig):
 def test_the_surrogate_clips_each_side_at_its_own_bound(ratio: float, advantage: float, term: float, slope: float):
     logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0 - np.log(ratio)], dtype=torch.float64)
-    loss = build_algorithm(GrpoConfig(clip_low=0.2, clip_high=0.28)).loss(logprob, tokens(old, torch.tensor([advantage], dtype=torch.float64)))
+    loss = build_algorithm(GrpoConfig(clip_low=0.2, clip_high=0.28)).loss(
+        logprob, tokens(old, torch.tensor([advantage], dtype=torch.float64))
+    )
     loss.sum().backward()
     assert logprob.grad is not None
     np.testing.assert_allclose([loss.item(), logprob.grad.item()], [term, slope], rtol=1e-12, atol=1e-12)
@@ -85,10 +96,13 @@ def test_the_surrogate_clips_each_side_at_its_own_bound(ratio: float, advantage:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_weighted_kl_estimate_has_the_gradient_of_the_exact_kl(estimator: Any):
-    """Over all tokens of a distribution that the old policy weighs, value and gradient are those of KL(policy || reference)."""
+    """Over all tokens of a distribution that the old policy weighs, value and gradient are those of KL(policy ||
+    reference)."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, generator=generator, dtype=torch.float64).requires_grad_()
-    old, reference = (torch.log_softmax(torch.randn(9, generator=generator, dtype=torch.float64), dim=0) for _ in range(2))
+    old, reference = (
+        torch.log_softmax(torch.randn(9, generator=generator, dtype=torch.float64), dim=0) for _ in range(2)
+    )
     logprobs = torch.log_softmax(logits, dim=0)
     expected = (logprobs.exp() * (logprobs - reference)).sum()
     (exact,) = torch.autograd.grad(expected, logits, retain_graph=True)
@@ -102,4 +116,6 @@ def test_the_weighted_k3_is_the_golden_one(golden: dict[str, Any]):
     vector = golden["V5_unbiased_kl_v32"]
     now, old, reference = (torch.tensor([vector[key]], dtype=torch.float64) for key in ("lp_theta", "lp_old", "lp_ref"))
     k3 = kl_estimate(now, reference, "k3")
-    np.testing.assert_allclose([k3.item(), (torch.exp(now - old) * k3).item()], [vector["k3_ref"], vector["value"]], rtol=1e-9)
+    np.testing.assert_allclose(
+        [k3.item(), (torch.exp(now - old) * k3).item()], [vector["k3_ref"], vector["value"]], rtol=1e-9
+    )

@@ -88,7 +88,9 @@ def test_sequence_mean_weighs_every_trajectory_alike():
 
 
 def test_groups_of_alike_rewards_stay_in_the_denominator_and_are_counted():
-    built = batch([audited(build_group(build_dispatch(0), rewards=(1.0, 1.0))), audited(build_group(build_dispatch(1)))])
+    built = batch(
+        [audited(build_group(build_dispatch(0), rewards=(1.0, 1.0))), audited(build_group(build_dispatch(1)))]
+    )
     assert built.zero_variance_groups == 1
     assert [sample.advantage for sample in built.samples[:2]] == [0.0, 0.0]
     assert built.samples[2].token_weight == 1 / 32
@@ -104,13 +106,17 @@ def test_a_refused_trajectory_leaves_the_loss_but_stays_in_its_groups_baseline(v
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_what_the_gradient_search_quarantined_leaves_the_loss_and_stays_in_the_denominators(aggregation: Literal["token_mean", "sequence_mean"]):
+def test_what_the_gradient_search_quarantined_leaves_the_loss_and_stays_in_the_denominators(
+    aggregation: Literal["token_mean", "sequence_mean"],
+):
     group = build_group(rewards=(1.0, 0.0, 0.0))
     culprit = build_culprit(trajectory_id=group.trajectories[1].trajectory_id)
     (out,) = quarantined([audited(group)], build_search(acted=Acted.QUARANTINED, culprits=(culprit,)))
     whole = batch([audited(group)], aggregation=aggregation)
     part = batch([AuditedGroup(group=group, evidence=decode_evidence(out.verdict))], aggregation=aggregation)
-    assert [(s.trajectory_id, s.token_weight, s.advantage) for s in part.samples] == [(s.trajectory_id, s.token_weight, s.advantage) for s in whole.samples]
+    assert [(s.trajectory_id, s.token_weight, s.advantage) for s in part.samples] == [
+        (s.trajectory_id, s.token_weight, s.advantage) for s in whole.samples
+    ]
     assert [int(np.count_nonzero(s.loss_mask)) for s in part.samples] == [8, 0, 8]
     assert (part.num_tokens, whole.num_tokens, part.masked_ids) == (16, 24, {culprit.trajectory_id})
 
@@ -125,10 +131,16 @@ def test_a_mask_verdict_takes_out_the_tokens_that_it_names():
 def test_recomputed_old_logprobs_are_those_of_the_evidence():
     group = build_group(rewards=(1.0, 0.0))
     built = build_batch(
-        [AuditedGroup(group=group, evidence=build_evidence(group, shift=-0.25))], build_algorithm(GrpoConfig()), 0, "token_mean", OldLogprobSource.RECOMPUTED
+        [AuditedGroup(group=group, evidence=build_evidence(group, shift=-0.25))],
+        build_algorithm(GrpoConfig()),
+        0,
+        "token_mean",
+        OldLogprobSource.RECOMPUTED,
     )
     for sample, trajectory in zip(built.samples, group.trajectories, strict=True):
-        np.testing.assert_allclose(sample.old_logprobs[trajectory.sampled], trajectory.rollout_logprobs[trajectory.sampled] - 0.25, rtol=1e-6)
+        np.testing.assert_allclose(
+            sample.old_logprobs[trajectory.sampled], trajectory.rollout_logprobs[trajectory.sampled] - 0.25, rtol=1e-6
+        )
         np.testing.assert_array_equal(sample.rollout_logprobs, trajectory.rollout_logprobs)
         assert sample.old_logprob_source is OldLogprobSource.RECOMPUTED
 
@@ -138,7 +150,13 @@ def test_recomputed_old_logprobs_that_are_missing_are_an_error_not_the_rollouts(
     group = build_group()
     evidence = None if scored is None else build_evidence(group, scored=scored)
     with pytest.raises(ValueError, match="8 tokens of the loss have no recomputed log-prob"):
-        build_batch([AuditedGroup(group=group, evidence=evidence)], build_algorithm(GrpoConfig()), 0, "token_mean", OldLogprobSource.RECOMPUTED)
+        build_batch(
+            [AuditedGroup(group=group, evidence=evidence)],
+            build_algorithm(GrpoConfig()),
+            0,
+            "token_mean",
+            OldLogprobSource.RECOMPUTED,
+        )
 
 
 def test_evidence_about_another_group_is_refused():
@@ -181,6 +199,8 @@ def test_a_loss_token_is_predicted_from_the_position_before_it():
 def test_token_versions_are_the_golden_ones(golden: dict[str, Any]):
     vector = golden["V14_spans"]
     shift = 3
-    spans = tuple(VersionSpan(PolicyVersion(1, s["version"]), s["start"] + shift, s["end"] + shift) for s in vector["spans"])
+    spans = tuple(
+        VersionSpan(PolicyVersion(1, s["version"]), s["start"] + shift, s["end"] + shift) for s in vector["spans"]
+    )
     trajectory = replace(build_trajectory(prompt_tokens=shift, spans=((V1, 6),)), version_spans=spans)
     assert trajectory.token_versions()[shift:].tolist() == vector["token_versions"]

@@ -85,6 +85,6 @@ def test_packing_is_the_same_every_time():
 
 def test_like_lengths_share_a_micro_batch():
     lengths = (4, 40, 5, 39, 4, 41)
-    (first, second) = pack([sample(i, n) for i, n in enumerate(lengths)], 1, 125)[0]
+    first, second = pack([sample(i, n) for i, n in enumerate(lengths)], 1, 125)[0]
     assert sorted(first.trajectory_ids) == ["t-1", "t-3", "t-5"]
     assert second.token_ids.shape == (3, 5)

@@ -1,4 +1,5 @@
-"""Manifests, complete-or-absent directories, checkpoints by name, and the scripted trainer: everything without torch."""
+"""Manifests, complete-or-absent directories, checkpoints by name, and the scripted trainer: everything without
+torch."""
 
 import shutil
 import subprocess
@@ -16,7 +17,14 @@ from rollout.errors import UserError, WeightSyncError
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import digest_directory, read_manifest, verify_directory
 from rollout.types.weights import PolicyVersion
-from trainer.checkpointing.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, latest_checkpoint, prune_checkpoints, read_state
+from trainer.checkpointing.checkpoints import (
+    STATE_NAME,
+    TENSORS_NAME,
+    CheckpointState,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_state,
+)
 from trainer.checkpointing.durable import begin_directory, complete_directory
 from trainer.config.trainer import TrainerConfig
 from trainer.step.scripted import ScriptedTrainer
@@ -32,7 +40,9 @@ def scripted(step_s: float = 0.0) -> ScriptedTrainer:
 
 def checkpoint(parent: Path, policy: PolicyVersion) -> Path:
     directory = parent / policy.key
-    scripted().save_checkpoint(directory, CheckpointState(policy=policy, seed=7, weights_digest="d" * 64, store_position={"event": 12}))
+    scripted().save_checkpoint(
+        directory, CheckpointState(policy=policy, seed=7, weights_digest="d" * 64, store_position={"event": 12})
+    )
     return directory
 
 
@@ -133,7 +143,8 @@ def test_the_newest_checkpoint_is_that_of_the_newest_epoch_and_version(tmp_path:
 
 
 def test_a_broken_checkpoint_is_counted_and_a_directory_of_another_name_is_not(tmp_path: Path):
-    """Which is newest is in the names; what one holds is judged by who resumes from it, so a folder that is moved away meanwhile is no broken one."""
+    """Which is newest is in the names; what one holds is judged by who resumes from it, so a folder that is moved away
+    meanwhile is no broken one."""
     checkpoint(tmp_path, V1)
     broken = checkpoint(tmp_path, PolicyVersion(1, 9))
     (broken / TENSORS_NAME / ".metadata").unlink()
@@ -151,7 +162,12 @@ def test_a_checkpoint_whose_folder_is_in_the_way_is_a_user_error(tmp_path: Path)
 
 def test_a_checkpoint_tells_its_state(tmp_path: Path):
     state = scripted().load_checkpoint(checkpoint(tmp_path, V1))
-    assert (state.policy, state.seed, state.weights_digest, dict(state.store_position)) == (V1, 7, "d" * 64, {"event": 12})
+    assert (state.policy, state.seed, state.weights_digest, dict(state.store_position)) == (
+        V1,
+        7,
+        "d" * 64,
+        {"event": 12},
+    )
 
 
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path):
@@ -216,6 +232,8 @@ def test_the_canary_holds_valid_ids_only_and_leaves_room_for_an_answer():
 
 
 def test_what_the_driver_needs_of_the_trainer_loads_no_torch():
-    modules = "trainer.step.scripted, trainer.model.model_dir, trainer.checkpointing.checkpoints, rollout.published.manifest"
+    modules = (
+        "trainer.step.scripted, trainer.model.model_dir, trainer.checkpointing.checkpoints, rollout.published.manifest"
+    )
     code = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -1,4 +1,5 @@
-"""Steps that were not applied, on disk: complete or absent, few, and whole when they come back; and what their replays mean."""
+"""Steps that were not applied, on disk: complete or absent, few, and whole when they come back; and what their replays
+mean."""
 
 import json
 import math
@@ -12,7 +13,14 @@ from support.trainer.trainer_room import stored
 
 from rollout.errors import UserError
 from rollout.types.weights import PolicyVersion
-from trainer.checkpointing.saved_steps import SavedStep, read_step, reason_to_keep, save_step, saved_steps, weights_in_use
+from trainer.checkpointing.saved_steps import (
+    SavedStep,
+    read_step,
+    reason_to_keep,
+    save_step,
+    saved_steps,
+    weights_in_use,
+)
 from trainer.config.trainer import SavedStepsConfig, TrainerConfig
 from trainer.replay.report import ReplayRun, ReplayVerdict, shows_again, verdict_of
 from trainer.step.scripted import ScriptedTrainer
@@ -21,12 +29,19 @@ from trainer.types.step import OldLogprobSource, PlantedFault, StepRequest
 
 
 def saved(
-    version: int = 5, loss: float = math.nan, grad_norm: float = math.inf, reason: str = "non-finite loss (nan)", *, applied: bool = False
+    version: int = 5,
+    loss: float = math.nan,
+    grad_norm: float = math.inf,
+    reason: str = "non-finite loss (nan)",
+    *,
+    applied: bool = False,
 ) -> SavedStep:
     groups = stored()
     return SavedStep(
         groups=replace(groups, verdicts=(b"", b"some bytes", b"")),
-        request=StepRequest(policy=PolicyVersion(2, version), oldest_version=3, old_logprobs=OldLogprobSource.RECOMPUTED),
+        request=StepRequest(
+            policy=PolicyVersion(2, version), oldest_version=3, old_logprobs=OldLogprobSource.RECOMPUTED
+        ),
         random_state=np.arange(9, dtype=np.uint8),
         seed=7,
         dtype="bfloat16",
@@ -52,7 +67,9 @@ def test_a_saved_step_comes_back_whole(tmp_path: Path):
     assert math.isnan(back.loss) and back.grad_norm == math.inf
     same = ("request", "seed", "dtype", "ranks", "weights", "weights_digest", "reason", "applied", "tau", "planted")
     assert [getattr(back, name) for name in same] == [getattr(gone, name) for name in same]
-    assert json.loads((tmp_path / "5" / "step.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert json.loads(
+        (tmp_path / "5" / "step.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
 
 
 def test_a_version_that_is_tried_again_gets_a_folder_of_its_own(tmp_path: Path):
@@ -85,7 +102,9 @@ def test_a_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path
 def test_steps_that_were_applied_take_no_room_from_those_that_were_not(tmp_path: Path):
     for version in (1, 2):
         save_step(tmp_path, saved(version), keep=2)
-    removed = [save_step(tmp_path, saved(version, loss=0.5, grad_norm=9.0, applied=True), keep=2)[1] for version in (3, 4, 5)]
+    removed = [
+        save_step(tmp_path, saved(version, loss=0.5, grad_norm=9.0, applied=True), keep=2)[1] for version in (3, 4, 5)
+    ]
     assert removed == [(), (), ("3",)]
     assert save_step(tmp_path, saved(6), keep=2)[1] == ("1",)
     assert [path.name for path in saved_steps(tmp_path)] == ["2", "4", "5", "6"]
@@ -94,12 +113,19 @@ def test_steps_that_were_applied_take_no_room_from_those_that_were_not(tmp_path:
 @pytest.mark.parametrize("searched", [True, False])
 def test_searched_steps_are_kept_where_the_config_says_so_and_others_when_they_were_not_applied(searched: bool):
     config = SavedStepsConfig(searched=searched)
-    plain = ScriptedTrainer(TrainerConfig(type="scripted")).step(stored(), StepRequest(policy=PolicyVersion(1, 5), oldest_version=0))
+    plain = ScriptedTrainer(TrainerConfig(type="scripted")).step(
+        stored(), StepRequest(policy=PolicyVersion(1, 5), oldest_version=0)
+    )
     assert reason_to_keep(plain, config) == ""
     assert reason_to_keep(replace(plain, skipped="non-finite loss (nan)"), config) == "non-finite loss (nan)"
     found = replace(plain, gradloc=build_search(action="mask", acted=Acted.MASKED))
-    assert reason_to_keep(found, config) == ("its gradient was searched (threshold): located, masked" if searched else "")
-    assert reason_to_keep(replace(plain, gradloc=build_search(outcome="not_searched", culprits=(), passes=0)), config) == ""
+    assert reason_to_keep(found, config) == (
+        "its gradient was searched (threshold): located, masked" if searched else ""
+    )
+    assert (
+        reason_to_keep(replace(plain, gradloc=build_search(outcome="not_searched", culprits=(), passes=0)), config)
+        == ""
+    )
 
 
 def test_a_broken_one_is_an_error(tmp_path: Path):
@@ -109,13 +135,16 @@ def test_a_broken_one_is_an_error(tmp_path: Path):
         read_step(tmp_path / "5")
 
 
-# --- what replays mean ---------------------------------------------------------------------------------------------------
+# --- what replays mean
+# ---------------------------------------------------------------------------------------------------
 
 BAD, FINE = math.nan, 2.0
 
 
 def runs(configured: float, again: float, deterministic: float, single: float | None = None) -> dict[str, ReplayRun]:
-    norms = {"configured": configured, "again": again, "deterministic": deterministic} | ({} if single is None else {"float32": single})
+    norms = {"configured": configured, "again": again, "deterministic": deterministic} | (
+        {} if single is None else {"float32": single}
+    )
     return {
         name: ReplayRun(
             name=name,

@@ -56,7 +56,9 @@ def test_without_a_clip_section_only_the_global_norm_is_clipped():
         (("type=adagc", "lam=2", "warmup_steps=1"), (4.0, 4.0), (1.0, 0.5)),
     ],
 )
-def test_every_key_of_a_clip_reaches_it(overrides: tuple[str, ...], norms: tuple[float, ...], scales: tuple[float, ...]):
+def test_every_key_of_a_clip_reaches_it(
+    overrides: tuple[str, ...], norms: tuple[float, ...], scales: tuple[float, ...]
+):
     clip = clip_of(*(f"clip.{override}" for override in overrides))
     assert [clip.decide([norm]).scales[0] for norm in norms] == [pytest.approx(scale) for scale in scales]
 
@@ -69,6 +71,12 @@ def test_the_default_layerclip_is_lagged_after_twenty_steps():
 
 
 def test_keys_of_muon_are_refused_without_it():
-    with pytest.raises(UserError, match=r'trainer.optimizer: got muon_momentum with type = "adamw", which has none; set trainer.optimizer.type = "muon"'):
+    with pytest.raises(
+        UserError,
+        match=(
+            r'trainer.optimizer: got muon_momentum with type = "adamw", which has none; set trainer.optimizer.type ='
+            r' "muon"'
+        ),
+    ):
         parse("muon_momentum=0.9")
     assert parse("type=muon", "muon_momentum=0.9").trainer.optimizer.muon_momentum == 0.9

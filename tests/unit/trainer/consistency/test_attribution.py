@@ -1,4 +1,5 @@
-"""Every cause of a gap against a rescorer that is a table: what each question leaves of it. The sums, the order, the stops and the 80 % rule."""
+"""Every cause of a gap against a rescorer that is a table: what each question leaves of it. The sums, the order, the
+stops and the 80 % rule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +9,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.builders import BASE
-from support.consistency.attribution_room import AS_LOGGED, LIMITS, ROUTED, TableRescorer, V, ask, baseline, failed, parts, trajectory
+from support.consistency.attribution_room import (
+    AS_LOGGED,
+    LIMITS,
+    ROUTED,
+    TableRescorer,
+    V,
+    ask,
+    baseline,
+    failed,
+    parts,
+    trajectory,
+)
 
 from rollout.published.number_formats import rounded_to_bf16
 from rollout.types.trajectory import RoutingTrace, Trajectory, VersionSpan
@@ -50,13 +62,17 @@ def test_questions_start_from_how_the_trainer_computes():
 @pytest.mark.parametrize("check", [Check.STRUCTURE, Check.TOKENIZER])
 def test_a_structural_failure_explains_everything_and_ends_the_inquiry(check: Check):
     rescorer = TableRescorer({AS_LOGGED: 0.2})
-    found = ask(rescorer, trajectory(temperature=0.7), facts=AttributionFacts(structure=(failed(check),), digest_differs=True))
+    found = ask(
+        rescorer, trajectory(temperature=0.7), facts=AttributionFacts(structure=(failed(check),), digest_differs=True)
+    )
     assert parts(found) == {Cause.TOKENIZER: 0.2} and found.residual == 0.0 and found.first is Cause.TOKENIZER
     assert rescorer.asked == [AS_LOGGED]
 
 
 def test_a_structural_warning_explains_nothing():
-    found = ask(TableRescorer({AS_LOGGED: 0.2}), facts=AttributionFacts(structure=(failed(Check.STRUCTURE, Severity.WARN),)))
+    found = ask(
+        TableRescorer({AS_LOGGED: 0.2}), facts=AttributionFacts(structure=(failed(Check.STRUCTURE, Severity.WARN),))
+    )
     assert found.parts == () and found.residual == found.gap and found.first is Cause.UNKNOWN
 
 
@@ -74,7 +90,9 @@ RAW_UNCUT = ScoreOptions(temperature=1.0, truncate=False)
         ({"temperature": 0.7, "top_p": 0.9}, RAW_UNCUT, [UNCUT, RAW_UNCUT]),
     ],
 )
-def test_a_log_of_another_distribution_is_found_by_the_questions_that_its_tag_allows(tag: dict[str, Any], truth: ScoreOptions, asked: list[ScoreOptions]):
+def test_a_log_of_another_distribution_is_found_by_the_questions_that_its_tag_allows(
+    tag: dict[str, Any], truth: ScoreOptions, asked: list[ScoreOptions]
+):
     rescorer = TableRescorer({AS_LOGGED: 0.2, truth: 0.001})
     found = ask(rescorer, trajectory(**tag), facts=AttributionFacts(digest_differs=True))
     assert parts(found) == {Cause.LOGPROB_SEMANTICS: 0.199} and found.first is Cause.LOGPROB_SEMANTICS
@@ -115,8 +133,14 @@ def test_other_weights_explain_all_but_the_baseline_and_end_the_inquiry(facts: A
 def test_a_stale_replica_is_weight_sync_though_one_offset_fits_all_its_trajectories():
     replica = [trajectory((V[3], 8), index=0), trajectory((V[4], 8), index=1)]
     table = {AS_LOGGED: 0.2, ScoreOptions(version_offset=-1): 0.0}
-    assert ask(TableRescorer(table), *replica, facts=AttributionFacts(canary_gap=0.2, canary_tolerance=0.01)).first is Cause.WEIGHT_SYNC
-    assert ask(TableRescorer(table), *replica, facts=AttributionFacts(canary_gap=0.005, canary_tolerance=0.01)).first is Cause.VERSION_TAG
+    assert (
+        ask(TableRescorer(table), *replica, facts=AttributionFacts(canary_gap=0.2, canary_tolerance=0.01)).first
+        is Cause.WEIGHT_SYNC
+    )
+    assert (
+        ask(TableRescorer(table), *replica, facts=AttributionFacts(canary_gap=0.005, canary_tolerance=0.01)).first
+        is Cause.VERSION_TAG
+    )
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -138,7 +162,9 @@ def test_tokens_whose_neighbour_version_is_not_held_stay_unexplained():
     found = ask(TableRescorer({AS_LOGGED: 0.2, ScoreOptions(version_offset=-1): unknown}))
     assert found.parts == ()
     one_unknown = [0.0] * 7 + [float("nan")]
-    assert parts(ask(TableRescorer({AS_LOGGED: 0.2, ScoreOptions(version_offset=-1): one_unknown}))) == {Cause.VERSION_TAG: 0.175}
+    assert parts(ask(TableRescorer({AS_LOGGED: 0.2, ScoreOptions(version_offset=-1): one_unknown}))) == {
+        Cause.VERSION_TAG: 0.175
+    }
 
 
 def test_replayed_experts_explain_routing_where_there_is_a_trace():
@@ -156,7 +182,10 @@ def test_replayed_experts_explain_routing_where_there_is_a_trace():
         ({"weights_dtype": "bfloat16"}, ScoreOptions(dtype="bfloat16")),
         ({"weights_dtype": "float16"}, ScoreOptions(dtype="float16")),
         ({"weights_dtype": "bfloat16"}, ScoreOptions(dtype="float32")),
-        ({"weights_dtype": "bfloat16", "quantization": "fp8"}, ScoreOptions(dtype="bfloat16", weights_dtype="float8_e4m3")),
+        (
+            {"weights_dtype": "bfloat16", "quantization": "fp8"},
+            ScoreOptions(dtype="bfloat16", weights_dtype="float8_e4m3"),
+        ),
         ({"weights_dtype": "int4"}, ScoreOptions(weights_dtype="float8_e4m3")),
     ],
 )
@@ -166,7 +195,9 @@ def test_other_number_formats_explain_precision(tag: dict[str, Any], truth: Scor
 
 def test_of_several_number_formats_the_one_that_closes_most_is_the_explanation():
     fp8 = ScoreOptions(dtype="bfloat16", weights_dtype="float8_e4m3")
-    rescorer = TableRescorer({AS_LOGGED: 0.2, ScoreOptions(dtype="bfloat16"): 0.15, ScoreOptions(dtype="float32"): 0.25, fp8: 0.1})
+    rescorer = TableRescorer(
+        {AS_LOGGED: 0.2, ScoreOptions(dtype="bfloat16"): 0.15, ScoreOptions(dtype="float32"): 0.25, fp8: 0.1}
+    )
     assert parts(ask(rescorer, trajectory(weights_dtype="bfloat16"))) == {Cause.PRECISION: 0.1}
 
 
@@ -186,7 +217,9 @@ def test_logprobs_rounded_in_transport_are_precision_and_cost_no_question():
     gap = SCORES.astype(np.float64) - rounded_to_bf16(SCORES)
     rescorer = TableRescorer({AS_LOGGED: gap.tolist()})
     found = ask(rescorer, sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-3}))
-    assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(0.0, abs=1e-9)
+    assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(
+        0.0, abs=1e-9
+    )
     assert not any(options.dtype != "trainer" or options.weights_dtype != "as_published" for options in rescorer.asked)
 
 
@@ -224,7 +257,9 @@ class KeptSince(TableRescorer):
     """Kept keys and values close the gap only where all that was sampled before them is of one version."""
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
-        if options.keep_kv and any([(s.policy, s.start) for s in t.version_spans] != [(V[2], 4), (V[3], 10)] for t in trajectories):
+        if options.keep_kv and any(
+            [(s.policy, s.start) for s in t.version_spans] != [(V[2], 4), (V[3], 10)] for t in trajectories
+        ):
             options = replace(options, version_offset=3)  # outside the table
         return super().score(trajectories, options)
 
@@ -241,7 +276,12 @@ def two_generations() -> Trajectory:
     built = trajectory((V[3], 4), (V[3], 4))
     sampled, logprobs = built.sampled.copy(), built.rollout_logprobs.copy()
     sampled[7], logprobs[7] = False, 0.0
-    return replace(built, sampled=sampled, rollout_logprobs=logprobs, version_spans=(VersionSpan(V[3], 4, 7), VersionSpan(V[4], 8, 12)))
+    return replace(
+        built,
+        sampled=sampled,
+        rollout_logprobs=logprobs,
+        version_spans=(VersionSpan(V[3], 4, 7), VersionSpan(V[4], 8, 12)),
+    )
 
 
 def test_only_a_boundary_inside_one_generation_asks_for_kept_kv():
@@ -257,7 +297,10 @@ def test_a_fine_mean_with_many_far_tokens_is_a_tail():
     gap = [0.0] * 395 + [1.0] * 5
     found = ask(TableRescorer({AS_LOGGED: gap}), long)
     assert parts(found) == {Cause.LOW_PROBABILITY_TAIL: 0.0125}
-    assert attribute([long], AttributionFacts(baseline=baseline(0.01, f2=0.01)), TableRescorer({AS_LOGGED: gap}), LIMITS) is None
+    assert (
+        attribute([long], AttributionFacts(baseline=baseline(0.01, f2=0.01)), TableRescorer({AS_LOGGED: gap}), LIMITS)
+        is None
+    )
 
 
 def test_a_mean_that_is_not_fine_is_no_tail():
@@ -276,7 +319,9 @@ def test_causes_share_a_gap_and_each_works_on_what_is_left_under_the_options_bef
 
 
 def test_an_option_that_closes_next_to_nothing_is_not_kept():
-    found = ask(TableRescorer({AS_LOGGED: 0.2, ROUTED: 0.185, ScoreOptions(dtype="float32"): 0.02}), trajectory(routing=(2, 2)))
+    found = ask(
+        TableRescorer({AS_LOGGED: 0.2, ROUTED: 0.185, ScoreOptions(dtype="float32"): 0.02}), trajectory(routing=(2, 2))
+    )
     assert parts(found) == {Cause.PRECISION: 0.18}
 
 
@@ -326,12 +371,16 @@ def test_trajectories_of_two_replicas_are_two_inquiries():
 
 @pytest.mark.parametrize("top_p", [0.95, 0.9, 0.8, 0.99])
 def test_an_engine_that_truncates_without_saying_so_logs_another_distribution(top_p: float):
-    found = ask(TableRescorer({AS_LOGGED: -0.1, ScoreOptions(top_p=top_p): -0.01, ScoreOptions(dtype="bfloat16"): -0.02}))
+    found = ask(
+        TableRescorer({AS_LOGGED: -0.1, ScoreOptions(top_p=top_p): -0.01, ScoreOptions(dtype="bfloat16"): -0.02})
+    )
     assert parts(found) == {Cause.LOGPROB_SEMANTICS: 0.09}
 
 
 @pytest.mark.parametrize(("gap", "tag"), [(-0.1, {"top_p": 0.9}), (0.1, {})])
-def test_neither_a_declared_truncation_nor_tokens_logged_as_less_likely_ask_about_an_undeclared_one(gap: float, tag: dict[str, Any]):
+def test_neither_a_declared_truncation_nor_tokens_logged_as_less_likely_ask_about_an_undeclared_one(
+    gap: float, tag: dict[str, Any]
+):
     rescorer = TableRescorer({AS_LOGGED: gap})
     ask(rescorer, trajectory(**tag))
     assert not any(options.top_p for options in rescorer.asked)
@@ -356,13 +405,19 @@ def test_a_replica_that_stays_at_one_version_is_off_by_more_at_each_new_label():
 def test_other_semantics_of_some_spans_do_not_drown_in_those_that_are_as_declared():
     """The log turns raw at the second span; the raw answer would open as much of a gap as it closes."""
     crossing = trajectory((V[3], 4), (V[4], 4), temperature=0.8)
-    table: dict[ScoreOptions, float | Sequence[float]] = {AS_LOGGED: [0.0] * 4 + [0.4] * 4, ScoreOptions(temperature=1.0): [0.4] * 4 + [0.0] * 4}
+    table: dict[ScoreOptions, float | Sequence[float]] = {
+        AS_LOGGED: [0.0] * 4 + [0.4] * 4,
+        ScoreOptions(temperature=1.0): [0.4] * 4 + [0.0] * 4,
+    }
     assert parts(ask(TableRescorer(table), crossing)) == {Cause.LOGPROB_SEMANTICS: 0.2}
 
 
 def test_a_label_that_goes_wrong_within_a_span_is_a_version_tag():
     """Six tokens of version 3 were labelled 2, like the two before them."""
-    table: dict[ScoreOptions, float | Sequence[float]] = {AS_LOGGED: [0.0] * 2 + [0.4] * 6, ScoreOptions(version_offset=1): [0.4] * 2 + [0.0] * 6}
+    table: dict[ScoreOptions, float | Sequence[float]] = {
+        AS_LOGGED: [0.0] * 2 + [0.4] * 6,
+        ScoreOptions(version_offset=1): [0.4] * 2 + [0.0] * 6,
+    }
     assert parts(ask(TableRescorer(table), trajectory((V[2], 8)))) == {Cause.VERSION_TAG: 0.3}
 
 
@@ -370,5 +425,9 @@ def test_rounding_in_transport_that_begins_within_a_span_is_precision():
     sent = rounded_log(SCORES)
     gap = np.where(np.arange(8) < 3, 0.0, SCORES.astype(np.float64) - rounded_to_bf16(SCORES))
     sent.rollout_logprobs[sent.sampled] = np.where(np.arange(8) < 3, SCORES, sent.rollout_logprobs[sent.sampled])
-    found = ask(TableRescorer({AS_LOGGED: gap.tolist()}), sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-4}))
-    assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(0.0, abs=1e-9)
+    found = ask(
+        TableRescorer({AS_LOGGED: gap.tolist()}), sent, limits=LIMITS.model_copy(update={"mean_abs_warn": 1e-4})
+    )
+    assert parts(found) == {Cause.PRECISION: float(np.abs(gap).mean())} and found.residual == pytest.approx(
+        0.0, abs=1e-9
+    )

@@ -10,13 +10,23 @@ from trainer.types.step import Verdict
 
 
 def test_evidence_comes_back_as_it_was_stored():
-    evidence = build_evidence(build_group(rewards=(1.0, 0.0, 1.0), prompt_tokens=5), (Verdict.ACCEPT, Verdict.MASK, Verdict.QUARANTINE), shift=0.125)
-    finding = Finding(check=Check.PRECISION, severity=Severity.FAIL, code="gap_mean", detail="too far", positions=(3, 7))
+    evidence = build_evidence(
+        build_group(rewards=(1.0, 0.0, 1.0), prompt_tokens=5),
+        (Verdict.ACCEPT, Verdict.MASK, Verdict.QUARANTINE),
+        shift=0.125,
+    )
+    finding = Finding(
+        check=Check.PRECISION, severity=Severity.FAIL, code="gap_mean", detail="too far", positions=(3, 7)
+    )
     attribution = Attribution(gap=0.5, parts=((Cause.PRECISION, 0.4),), residual=0.1)
     for name, value in (("findings", (finding,)), ("attribution", attribution), ("suspects", (9,))):
         object.__setattr__(evidence.trajectories[1], name, value)
     back = decode_evidence(encode_evidence(evidence))
-    assert (back.dispatch_id, back.replica, back.policies) == (evidence.dispatch_id, evidence.replica, evidence.policies)
+    assert (back.dispatch_id, back.replica, back.policies) == (
+        evidence.dispatch_id,
+        evidence.replica,
+        evidence.policies,
+    )
     for got, wanted in zip(back.trajectories, evidence.trajectories, strict=True):
         for name in ("scored", "behaviour_logprobs", "masked"):
             np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))

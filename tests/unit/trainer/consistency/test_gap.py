@@ -123,7 +123,9 @@ def test_deterministic_mode_alarms_at_a_millionth_whatever_the_numerics():
 
 
 @pytest.mark.parametrize(("mean", "worst", "deterministic"), [(4.8e-7, 2e-5, False), (3.9e-7, 7e-6, True)])
-def test_the_noise_of_float32_passes_and_its_worst_token_alone_does_not_fail(mean: float, worst: float, deterministic: bool):
+def test_the_noise_of_float32_passes_and_its_worst_token_alone_does_not_fail(
+    mean: float, worst: float, deterministic: bool
+):
     limits = default_limits("float32", "none", False, deterministic)
     normal = GapSummary(mean_abs=mean, k3=worst * mean, ess=1.0, f2=0.0, num_tokens=128)
     assert check_gap(normal, limits, baseline(mean)) == ()
@@ -133,7 +135,11 @@ def test_the_noise_of_float32_passes_and_its_worst_token_alone_does_not_fail(mea
 
 @pytest.mark.parametrize("gap", [5e-3, 8.5e-3, 2.7e-2])
 def test_a_head_with_old_weights_undeclared_bf16_and_stale_kv_fail_in_float32(gap: float):
-    found = check_gap(GapSummary(mean_abs=gap, k3=gap**2, ess=1.0, f2=0.0, num_tokens=128), default_limits("float32", "none", False, False), None)
+    found = check_gap(
+        GapSummary(mean_abs=gap, k3=gap**2, ess=1.0, f2=0.0, num_tokens=128),
+        default_limits("float32", "none", False, False),
+        None,
+    )
     assert ("gap_mean", Severity.FAIL) in codes(found)
 
 
@@ -165,7 +171,10 @@ def test_ceiling_and_baseline_are_two_alarms_that_do_not_excuse_each_other():
     assert codes(check_gap(FINE, LIMITS, baseline(0.004))) == []
     high = replace(FINE, mean_abs=0.06)
     assert codes(check_gap(high, LIMITS, baseline(0.05))) == [("gap_mean", Severity.FAIL)]
-    assert codes(check_gap(high, LIMITS, baseline(0.01))) == [("gap_mean", Severity.FAIL), ("gap_above_baseline", Severity.WARN)]
+    assert codes(check_gap(high, LIMITS, baseline(0.01))) == [
+        ("gap_mean", Severity.FAIL),
+        ("gap_above_baseline", Severity.WARN),
+    ]
 
 
 def test_a_baseline_of_nothing_bounds_by_the_noise_of_float32():
@@ -178,7 +187,8 @@ def test_a_tail_that_the_engine_has_always_had_is_no_news():
 
 
 def test_the_reading_counts_the_tokens_that_a_correction_masks():
-    """Masking the far token would show a perfect gap: the share that is masked says nothing about health, in either direction."""
+    """Masking the far token would show a perfect gap: the share that is masked says nothing about health, in either
+    direction."""
     train, log, far = row(-1.0, -1.0, -4.0), row(-1.0, -1.0, -1.0), mask(1, 1, 0)
     assert check_gap(gap_summary([train], [log], [far]), LIMITS, None) == ()
     assert ("gap_mean", Severity.FAIL) in codes(check_gap(gap_summary([train], [log], [mask(1, 1, 1)]), LIMITS, None))
@@ -189,7 +199,9 @@ def test_the_slope_is_the_golden_one(golden: dict[str, Any]):
     for name in ("flat", "rising"):
         assert drift_slope(vector[name]) == pytest.approx(vector[f"{name}_slope"], rel=1e-9)
         assert drift_slope(vector[name], vector["k"]) == pytest.approx(vector[f"{name}_slope"], rel=1e-9)
-    assert drift_slope(vector["rising"], [2 * k for k in vector["k"]]) == pytest.approx(vector["rising_slope"] / 2, rel=1e-9)
+    assert drift_slope(vector["rising"], [2 * k for k in vector["k"]]) == pytest.approx(
+        vector["rising_slope"] / 2, rel=1e-9
+    )
 
 
 def test_drift_alarms_on_the_rising_series_and_not_on_the_flat_one(golden: dict[str, Any]):
@@ -235,7 +247,9 @@ def test_the_bfloat16_grid_is_the_golden_one(golden: dict[str, Any]):
 V = [PolicyVersion(1, version) for version in range(5)]
 
 
-def versions(*spans: tuple[PolicyVersion, int], known: tuple[PolicyVersion, ...] = tuple(V), committed: PolicyVersion = V[4]) -> tuple[Finding, ...]:
+def versions(
+    *spans: tuple[PolicyVersion, int], known: tuple[PolicyVersion, ...] = tuple(V), committed: PolicyVersion = V[4]
+) -> tuple[Finding, ...]:
     return check_versions(build_trajectory(spans=spans), known=known, committed=committed)
 
 
@@ -252,10 +266,14 @@ def test_a_version_that_the_ledger_does_not_know_fails_and_names_its_tokens():
 def test_a_version_that_is_not_committed_yet_fails_since_its_age_would_be_negative():
     assert codes(versions((V[3], 2), (V[4], 2), committed=V[3])) == [("uncommitted_version", Severity.FAIL)]
     orphan, resumed = PolicyVersion(1, 4), PolicyVersion(2, 2)
-    assert codes(versions((orphan, 2), known=(orphan, resumed), committed=resumed)) == [("uncommitted_version", Severity.FAIL)]
+    assert codes(versions((orphan, 2), known=(orphan, resumed), committed=resumed)) == [
+        ("uncommitted_version", Severity.FAIL)
+    ]
 
 
-@pytest.mark.parametrize("spans", [((V[3], 2), (V[2], 2)), ((PolicyVersion(2, 1), 2), (V[2], 2)), ((V[3], 2), (PolicyVersion(2, 2), 2))])
+@pytest.mark.parametrize(
+    "spans", [((V[3], 2), (V[2], 2)), ((PolicyVersion(2, 1), 2), (V[2], 2)), ((V[3], 2), (PolicyVersion(2, 2), 2))]
+)
 def test_neither_epoch_nor_version_falls_within_a_trajectory(spans: tuple[tuple[PolicyVersion, int], ...]):
     known = (*V, PolicyVersion(2, 1), PolicyVersion(2, 2), PolicyVersion(2, 4))
     found = versions(*spans, known=known, committed=PolicyVersion(2, 4))
@@ -278,4 +296,7 @@ def test_versions_are_aligned_with_the_tokens_that_they_sampled():
     assert built.token_versions().tolist() == [-1] * 4 + [1] * 3 + [2] * 2
     for shift in (-1, 1):
         with pytest.raises(ValueError, match=built.trajectory_id):
-            replace(built, version_spans=tuple(VersionSpan(s.policy, s.start + shift, s.end + shift) for s in built.version_spans))
+            replace(
+                built,
+                version_spans=tuple(VersionSpan(s.policy, s.start + shift, s.end + shift) for s in built.version_spans),
+            )

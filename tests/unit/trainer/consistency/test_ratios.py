@@ -1,4 +1,5 @@
-"""The split of a ratio, the mismatch metrics and the precision of log-probs, against golden vectors; what is masked never leaks."""
+"""The split of a ratio, the mismatch metrics and the precision of log-probs, against golden vectors; what is masked
+never leaks."""
 
 import math
 from typing import Any
@@ -39,7 +40,10 @@ def kept(length: int) -> NDArray[np.bool_]:
 
 def metrics_of(*sequences: list[float]) -> MismatchMetrics:
     """Metrics of sequences whose d are given."""
-    train, rollout = [np.minimum(array(*d), 0.0) - 1.0 for d in sequences], [-1.0 - np.maximum(array(*d), 0.0) for d in sequences]
+    train, rollout = (
+        [np.minimum(array(*d), 0.0) - 1.0 for d in sequences],
+        [-1.0 - np.maximum(array(*d), 0.0) for d in sequences],
+    )
     return mismatch_metrics(train, rollout, [kept(len(d)) for d in sequences])
 
 
@@ -58,9 +62,14 @@ def quantised(value: float, dtype: torch.dtype) -> float:
 
 def test_the_ratio_splits_as_in_vector_v19(golden: dict[str, Any]):
     vector = golden["V19_decomp"]
-    now, behaviour, rollout = (array(vector[key]) for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout"))
+    now, behaviour, rollout = (
+        array(vector[key]) for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout")
+    )
     split = split_ratios(now=now, behaviour=behaviour, rollout=rollout, mask=kept(1))
-    close([split.d_stale[0], split.d_engine[0], split.d_total[0]], [vector[key] for key in ("staleness_log", "engine_log", "total_log")])
+    close(
+        [split.d_stale[0], split.d_engine[0], split.d_total[0]],
+        [vector[key] for key in ("staleness_log", "engine_log", "total_log")],
+    )
     ratios = [split.staleness_ratio[0], split.engine_ratio[0], split.total_ratio[0]]
     close(ratios, [vector[key] for key in ("staleness_ratio", "engine_ratio", "total_ratio")])
 
@@ -69,9 +78,13 @@ NATS = st.floats(min_value=-60.0, max_value=0.0, width=32)
 
 
 @given(st.lists(st.tuples(NATS, NATS, NATS, st.booleans()), min_size=1, max_size=8))
-def test_invariant_7_staleness_ratio_times_engine_ratio_is_the_total_ratio(tokens: list[tuple[float, float, float, bool]]):
+def test_invariant_7_staleness_ratio_times_engine_ratio_is_the_total_ratio(
+    tokens: list[tuple[float, float, float, bool]],
+):
     now, behaviour, rollout = (np.array(column, dtype=np.float32) for column in list(zip(*tokens, strict=True))[:3])
-    split = split_ratios(now=now, behaviour=behaviour, rollout=rollout, mask=np.array([token[3] for token in tokens], dtype=np.bool_))
+    split = split_ratios(
+        now=now, behaviour=behaviour, rollout=rollout, mask=np.array([token[3] for token in tokens], dtype=np.bool_)
+    )
     np.testing.assert_allclose(split.staleness_ratio * split.engine_ratio, split.total_ratio, rtol=1e-6)
     np.testing.assert_allclose(split.d_stale + split.d_engine, split.d_total, atol=1e-12)
     assert not split.d_total[~split.mask].any()
@@ -139,7 +152,12 @@ def test_the_line_by_lag_is_least_squares_over_tokens():
 
 def test_one_lag_has_a_mean_and_no_line():
     estimate = estimate_by_lag(array(0.1, -0.3), np.array([2, 2]), kept(2))
-    assert (estimate.slope, estimate.intercept, estimate.lags.tolist(), estimate.num_tokens.tolist()) == (None, None, [2], [2])
+    assert (estimate.slope, estimate.intercept, estimate.lags.tolist(), estimate.num_tokens.tolist()) == (
+        None,
+        None,
+        [2],
+        [2],
+    )
     close(estimate.mean_abs, [0.2])
     assert estimate_by_lag(array(0.1), np.array([0]), ~kept(1)).lags.size == 0
 
@@ -205,7 +223,13 @@ def test_the_tokens_and_sequences_are_those_of_vector_v2(golden: dict[str, Any])
 
 def test_the_estimators_are_those_of_vector_v1(golden: dict[str, Any]):
     vector, d = golden["V1_seed"], array(-1.51) - array(-1.32)
-    tokens = [estimator_k1(d)[0], estimator_k2(d)[0], estimator_k3(d)[0], token_ratios(d, kept(1))[0], 1.0 - token_ratios(d, kept(1))[0]]
+    tokens = [
+        estimator_k1(d)[0],
+        estimator_k2(d)[0],
+        estimator_k3(d)[0],
+        token_ratios(d, kept(1))[0],
+        1.0 - token_ratios(d, kept(1))[0],
+    ]
     close(tokens, [vector[key] for key in ("k1_token", "k2_token", "k3_token", "is_ratio", "is_dev")])
 
 
@@ -267,7 +291,9 @@ def test_a_single_spike_moves_the_mean_of_chi2_and_not_its_median():
         assert getattr(spiked, name) > 1e3 * getattr(calm, name)
         close(getattr(spiked, f"{name}_median"), getattr(calm, f"{name}_median"))
     close([calm.k3_median, calm.chi2_token_median], [estimator_k3(array(0.02))[0], math.expm1(0.04)])
-    close([calm.chi2_sequence_product_median, calm.chi2_sequence_geometric_median], [math.expm1(0.08), math.expm1(0.04)])
+    close(
+        [calm.chi2_sequence_product_median, calm.chi2_sequence_geometric_median], [math.expm1(0.08), math.expm1(0.04)]
+    )
     close(spiked.k3_median, calm.k3_median)
 
 
@@ -297,14 +323,19 @@ def test_the_product_of_a_sequence_grows_with_its_length_and_the_geometric_mean_
 def test_a_ratio_that_explodes_reads_as_infinite_and_never_as_nan():
     """Public fault 56."""
     found = metrics_of([800.0, 0.0], [0.1, 0.1])
-    assert (found.k3_mean, found.chi2_token, found.chi2_sequence_product, found.token_mult_prob_error) == (math.inf,) * 4
+    assert (found.k3_mean, found.chi2_token, found.chi2_sequence_product, found.token_mult_prob_error) == (
+        math.inf,
+    ) * 4
     close(found.ess_fraction_raw, 0.25)
     close([found.abs_difference_mean, found.abs_difference_max], [200.05, 800.0])
 
 
 def test_quantiles_are_of_the_absolute_difference():
     found = metrics_of([(-1.0) ** k * k for k in range(101)])
-    close([found.abs_difference_p50, found.abs_difference_p90, found.abs_difference_p99, found.abs_difference_max], [50.0, 90.0, 99.0, 100.0])
+    close(
+        [found.abs_difference_p50, found.abs_difference_p90, found.abs_difference_p99, found.abs_difference_max],
+        [50.0, 90.0, 99.0, 100.0],
+    )
 
 
 def test_a_sequence_without_a_counted_token_is_in_no_mean():
@@ -330,7 +361,11 @@ def test_metrics_of_nothing_are_refused():
 def test_a_rounded_log_prob_is_off_by_what_the_vectors_say(golden: dict[str, Any], name: str):
     for value, expected in golden[name].items():
         found = quantised(float(value), DTYPES[name])
-        close([found, log_ratios(array(found), array(float(value)), kept(1))[0]], [expected["q"], expected["err"]], atol=1e-13)
+        close(
+            [found, log_ratios(array(found), array(float(value)), kept(1))[0]],
+            [expected["q"], expected["err"]],
+            atol=1e-13,
+        )
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -343,14 +378,19 @@ def test_a_ratio_of_rounded_log_probs_is_that_of_the_vectors(golden: dict[str, A
 def test_rounding_stays_within_the_relative_step_of_the_format(golden: dict[str, Any], name: str):
     step = golden["rel_eps"][name]
     assert step == torch.finfo(DTYPES[name]).eps / 2
-    worst = max(abs(quantised(value, DTYPES[name]) - value) / value for value in np.random.default_rng(0).uniform(1.0, 2.0, 500).tolist())
+    worst = max(
+        abs(quantised(value, DTYPES[name]) - value) / value
+        for value in np.random.default_rng(0).uniform(1.0, 2.0, 500).tolist()
+    )
     assert step / 4 < worst <= step
 
 
 def test_a_log_softmax_in_bf16_shows_as_the_gap_of_the_vectors(golden: dict[str, Any]):
     vector = golden["logsoftmax_bf16"]
     logits = torch.tensor(vector["logits"], dtype=torch.float64)
-    exact, coarse = (torch.log_softmax(logits.to(dtype), dim=0).double().numpy() for dtype in (torch.float64, torch.bfloat16))
+    exact, coarse = (
+        torch.log_softmax(logits.to(dtype), dim=0).double().numpy() for dtype in (torch.float64, torch.bfloat16)
+    )
     close(exact, vector["fp64"])
     close(coarse, vector["bf16"])
     close(mismatch_metrics([exact], [coarse], [kept(5)]).abs_difference_max, vector["max_abs"])
@@ -367,7 +407,10 @@ def test_the_trainer_never_takes_a_log_softmax_in_bf16(golden: dict[str, Any]):
 def test_logits_of_a_bf16_head_show_as_the_gap_of_the_vectors(golden: dict[str, Any]):
     vector = golden["logits_bf16_head"]
     rounded = [quantised(logit, torch.bfloat16) for logit in vector["logits"]]
-    exact, coarse = (torch.log_softmax(torch.tensor(logits, dtype=torch.float64), dim=0).numpy() for logits in (vector["logits"], rounded))
+    exact, coarse = (
+        torch.log_softmax(torch.tensor(logits, dtype=torch.float64), dim=0).numpy()
+        for logits in (vector["logits"], rounded)
+    )
     close(rounded, vector["rounded"])
     close(exact, vector["fp64"])
     close(coarse, vector["after"])

@@ -12,7 +12,13 @@ from support.builders import BASE, build_group, build_routing
 
 from rollout.types.codec import encode
 from rollout.types.trajectory import RoutingTrace
-from trainer.consistency.checks.routing import RoutingAgreement, flat_routing, merge_agreements, routing_agreement, token_any_if_independent
+from trainer.consistency.checks.routing import (
+    RoutingAgreement,
+    flat_routing,
+    merge_agreements,
+    routing_agreement,
+    token_any_if_independent,
+)
 
 EXPERTS = 8
 
@@ -23,10 +29,17 @@ def choices(rows: int, seed: int, blocks: int = 3, top_k: int = 2) -> NDArray[np
     return np.argsort(rng.random((rows, blocks, EXPERTS)), axis=2)[:, :, :top_k].astype(np.uint8)
 
 
-def compare(rollout: NDArray[np.uint8], trainer: NDArray[np.uint8], covered: NDArray[np.bool_] | None = None, **options: Any) -> RoutingAgreement:
+def compare(
+    rollout: NDArray[np.uint8], trainer: NDArray[np.uint8], covered: NDArray[np.bool_] | None = None, **options: Any
+) -> RoutingAgreement:
     every = np.ones(rollout.shape[0], dtype=np.bool_)
     return routing_agreement(
-        rollout, trainer, covered=every if covered is None else covered, predicting=options.pop("predicting", every), num_experts=EXPERTS, **options
+        rollout,
+        trainer,
+        covered=every if covered is None else covered,
+        predicting=options.pop("predicting", every),
+        num_experts=EXPERTS,
+        **options,
     )
 
 
@@ -49,7 +62,9 @@ def test_agreement_is_the_golden_one(golden: dict[str, Any]):
 
 def test_independent_blocks_would_give_the_golden_token_any(golden: dict[str, Any]):
     model = golden["V13_routing"]["indep_model"]
-    assert token_any_if_independent(np.full(model["layers"], model["p_router"])) == pytest.approx(model["k_any"], rel=1e-9)
+    assert token_any_if_independent(np.full(model["layers"], model["p_router"])) == pytest.approx(
+        model["k_any"], rel=1e-9
+    )
     assert token_any_if_independent(np.full(48, model["p_for_94pct_48"])) == pytest.approx(0.94, rel=1e-9)
 
 
@@ -67,7 +82,12 @@ def test_token_any_is_counted_and_not_derived_from_the_blocks():
 def test_order_within_a_cell_is_no_mismatch():
     native = choices(5, seed=1)
     agreement = compare(native[:, :, ::-1], native)
-    assert (agreement.mismatch, agreement.token_any_mismatch, agreement.jaccard, agreement.ordered_mismatch) == (0.0, 0.0, 1.0, 1.0)
+    assert (agreement.mismatch, agreement.token_any_mismatch, agreement.jaccard, agreement.ordered_mismatch) == (
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+    )
 
 
 def test_a_flip_at_a_tie_weighs_nothing_and_a_certain_one_weighs_whole():
@@ -75,7 +95,9 @@ def test_a_flip_at_a_tie_weighs_nothing_and_a_certain_one_weighs_whole():
     flipped = native.copy()
     flipped[:, 0, 1] = 2
     for gap, weight in ((0.0, 0.0), (1.0, math.tanh(0.5)), (math.inf, 1.0)):
-        assert compare(flipped, native, gate_gap=np.full((4, 1), gap)).gate_gap_mismatch == pytest.approx(weight, rel=1e-12)
+        assert compare(flipped, native, gate_gap=np.full((4, 1), gap)).gate_gap_mismatch == pytest.approx(
+            weight, rel=1e-12
+        )
         assert compare(native, native, gate_gap=np.full((4, 1), gap)).gate_gap_mismatch == 0.0
     # tanh(gap / 2) = (p - q) / (p + q) of the two probabilities.
     p, q = math.exp(1.0), math.exp(0.0)
@@ -95,7 +117,9 @@ def test_rows_without_evidence_are_not_compared_but_missed():
     native = choices(4, seed=2)
     reported = native.copy()
     reported[[0, 2]] = 0  # what a buffer holds where nothing was written
-    agreement = compare(reported, native, np.array([False, True, False, True]), predicting=np.array([False, True, True, True]))
+    agreement = compare(
+        reported, native, np.array([False, True, False, True]), predicting=np.array([False, True, True, True])
+    )
     assert (agreement.num_rows, agreement.mismatch) == (2, 0.0)
     assert agreement.coverage == pytest.approx(2 / 3)
     assert agreement.hollow_cells.tolist() == [0, 0, 0]
@@ -115,14 +139,22 @@ def test_no_evidence_is_no_agreement():
     native = choices(3, seed=4)
     agreement = compare(native, native, np.zeros(3, dtype=np.bool_))
     assert (agreement.num_rows, agreement.coverage) == (0, 0.0)
-    assert math.isnan(agreement.mismatch) and math.isnan(agreement.token_any_mismatch) and math.isnan(agreement.expert_overlap)
+    assert (
+        math.isnan(agreement.mismatch)
+        and math.isnan(agreement.token_any_mismatch)
+        and math.isnan(agreement.expert_overlap)
+    )
 
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 1000))
 def test_merged_segments_agree_like_their_concatenation(lengths: list[int], seed: int):
     total = sum(lengths)
-    rollout, trainer, gap = choices(total, seed), choices(total, seed + 1), np.random.default_rng(seed).random((total, 3))
+    rollout, trainer, gap = (
+        choices(total, seed),
+        choices(total, seed + 1),
+        np.random.default_rng(seed).random((total, 3)),
+    )
     covered, predicting = (np.random.default_rng(seed + offset).random(total) < 0.7 for offset in (1, 2))
     ends = np.cumsum(lengths)
     slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -151,7 +183,10 @@ def test_shapes_that_do_not_match_are_refused():
 
 
 def test_traces_lie_at_the_input_positions_of_their_rows():
-    first, second = (RoutingTrace(experts=choices(rows, seed), covered=np.ones(rows, dtype=np.bool_)) for rows, seed in ((3, 5), (2, 6)))
+    first, second = (
+        RoutingTrace(experts=choices(rows, seed), covered=np.ones(rows, dtype=np.bool_))
+        for rows, seed in ((3, 5), (2, 6))
+    )
     second.covered[0] = False
     flat = flat_routing([first, second, None], [4, 3, 0], width=5, num_experts=EXPERTS, cell=(3, 2))
     assert flat.covered.nonzero()[0].tolist() == [0, 1, 2, 6]
@@ -170,7 +205,9 @@ def test_missing_and_hollow_routing_falls_back_and_is_counted():
 
 def test_experts_beyond_a_byte_are_kept_whole():
     experts = np.array([[[300, 2]]], dtype=np.uint16)
-    flat = flat_routing([RoutingTrace(experts=experts, covered=np.ones(1, dtype=np.bool_))], [2], width=2, num_experts=512, cell=(1, 2))
+    flat = flat_routing(
+        [RoutingTrace(experts=experts, covered=np.ones(1, dtype=np.bool_))], [2], width=2, num_experts=512, cell=(1, 2)
+    )
     assert flat.experts[0].tolist() == [[300, 2]]
 
 
@@ -184,7 +221,10 @@ def test_a_trace_of_another_model_or_length_is_refused():
 def test_a_stored_expert_takes_one_byte(golden: dict[str, Any]):
     vector = golden["V13_mem"]
     tokens, blocks, top_k = vector["tokens"], vector["layers"], vector["topk"]
-    groups = [build_group(rewards=(1.0,), prompt_tokens=2, spans=((BASE, tokens - 2),), routing=shape) for shape in (None, (blocks, top_k))]
+    groups = [
+        build_group(rewards=(1.0,), prompt_tokens=2, spans=((BASE, tokens - 2),), routing=shape)
+        for shape in (None, (blocks, top_k))
+    ]
     sizes = [encode(group).header.num_bytes for group in groups]
     rows, cell = tokens - 1, blocks * top_k
     assert rows * cell == vector["uint8_bytes"] - cell == vector["miles_bytes"] // 4

@@ -1,4 +1,5 @@
-"""What routing says in the service's report: whole evidence is silent, holes are open questions, and the worst replica is shown."""
+"""What routing says in the service's report: whole evidence is silent, holes are open questions, and the worst replica
+is shown."""
 
 import math
 from dataclasses import replace
@@ -20,22 +21,34 @@ from trainer.types.step import Verdict
 
 
 def agreement(rows: int = 8, missing: int = 0, flipped: int = 0) -> RoutingAgreement:
-    """Two blocks of two of eight experts; the first `missing` rows are not covered, the last `flipped` differ in block 1."""
+    """Two blocks of two of eight experts; the first `missing` rows are not covered, the last `flipped` differ in block
+    1."""
     ours = np.tile(np.array([[0, 1], [2, 3]], dtype=np.uint8), (rows, 1, 1))
     theirs = ours.copy()
     theirs[rows - flipped :, 1, 0] = 7
     predicting = np.ones(rows, dtype=np.bool_)
     gap = np.full((rows, 2), 2.0)
-    return routing_agreement(theirs, ours, covered=np.arange(rows) >= missing, predicting=predicting, num_experts=8, gate_gap=gap)
+    return routing_agreement(
+        theirs, ours, covered=np.arange(rows) >= missing, predicting=predicting, num_experts=8, gate_gap=gap
+    )
 
 
 def audit(
-    *groups: TrajectoryGroup, scorer: ScriptedScorer | None = None, moe: bool = True, expected: bool = True, replicas: int = 1
+    *groups: TrajectoryGroup,
+    scorer: ScriptedScorer | None = None,
+    moe: bool = True,
+    expected: bool = True,
+    replicas: int = 1,
 ) -> tuple[AuditReport, list[set[str]]]:
     """The report, and the codes of each trajectory's findings."""
     auditor = scripted_auditor(ConsistencyConfig(), scorer, moe=moe, routing_expected=expected)
-    facts = tuple(ReplicaFacts(replica=replica, canary_gap=0.0, canary_tolerance=1.0, baseline=None) for replica in range(replicas))
-    report, annotations = auditor.audit(build_stored(groups), AuditContext(committed=frozenset([BASE]), replicas=facts), "verdict")
+    facts = tuple(
+        ReplicaFacts(replica=replica, canary_gap=0.0, canary_tolerance=1.0, baseline=None)
+        for replica in range(replicas)
+    )
+    report, annotations = auditor.audit(
+        build_stored(groups), AuditContext(committed=frozenset([BASE]), replicas=facts), "verdict"
+    )
     return report, [{f.code for f in t.findings} for a in annotations for t in decode_evidence(a.payload).trajectories]
 
 

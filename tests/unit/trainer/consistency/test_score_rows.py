@@ -117,7 +117,9 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for part in result if isinstance(result, tuple | list) else (result,):
             self.numel = max(self.numel, part.numel() if isinstance(part, Tensor) else 0)
@@ -145,8 +147,14 @@ def test_float8_spares_embedding_head_and_vectors(moe: bool, tied: bool):
     model = tiny_architecture(TinyModelConfig(moe=moe, tie_embeddings=tied))
     convert = conversion(model, ScoreOptions(weights_dtype="float8_e4m3"), torch.float32)
     assert convert is not None
-    spared = {name for name, parameter in model.named_parameters() if torch.equal(convert(name, parameter.detach()), parameter)}
-    assert spared == {name for name, _ in model.named_parameters() if "norm" in name or "embed" in name or "lm_head" in name}
+    spared = {
+        name
+        for name, parameter in model.named_parameters()
+        if torch.equal(convert(name, parameter.detach()), parameter)
+    }
+    assert spared == {
+        name for name, _ in model.named_parameters() if "norm" in name or "embed" in name or "lm_head" in name
+    }
 
 
 def test_what_is_asked_for_already_needs_no_conversion():

@@ -23,7 +23,11 @@ V1 = PolicyVersion(1, 1)
 
 
 def facts(replica: int = 0, canary_gap: float = 0.0, baseline: float | None = None) -> ReplicaFacts:
-    measured = None if baseline is None else GapBaseline(engine="scripted", replica=replica, mean_abs=baseline, k3=0.0, f2=0.0, tokens=100)
+    measured = (
+        None
+        if baseline is None
+        else GapBaseline(engine="scripted", replica=replica, mean_abs=baseline, k3=0.0, f2=0.0, tokens=100)
+    )
     return ReplicaFacts(replica=replica, canary_gap=canary_gap, canary_tolerance=1e-5, baseline=measured)
 
 
@@ -35,13 +39,17 @@ def audit(
     committed: tuple[PolicyVersion, ...] = (BASE,),
 ) -> tuple[AuditReport, list[GroupEvidence]]:
     auditor = scripted_auditor(ConsistencyConfig.model_validate({"on_fail": on_fail}), scorer)
-    report, annotations = auditor.audit(build_stored(groups), AuditContext(committed=frozenset(committed), replicas=about), "verdict")
+    report, annotations = auditor.audit(
+        build_stored(groups), AuditContext(committed=frozenset(committed), replicas=about), "verdict"
+    )
     assert [a.kind for a in annotations] == ["verdict"] * len(groups)
     return report, [decode_evidence(a.payload) for a in annotations]
 
 
 def on_replica(group: TrajectoryGroup, replica: int) -> TrajectoryGroup:
-    return replace(group, trajectories=tuple(replace(t, tag=replace(t.tag, replica=replica)) for t in group.trajectories))
+    return replace(
+        group, trajectories=tuple(replace(t, tag=replace(t.tag, replica=replica)) for t in group.trajectories)
+    )
 
 
 def test_a_healthy_group_is_accepted_and_every_sampled_token_is_scored():
@@ -55,7 +63,10 @@ def test_a_healthy_group_is_accepted_and_every_sampled_token_is_scored():
         np.testing.assert_array_equal(found.behaviour_logprobs, trajectory.rollout_logprobs)
 
 
-@pytest.mark.parametrize(("on_fail", "verdict"), [("observe", Verdict.ACCEPT), ("reject", Verdict.REJECT), ("quarantine", Verdict.QUARANTINE)])
+@pytest.mark.parametrize(
+    ("on_fail", "verdict"),
+    [("observe", Verdict.ACCEPT), ("reject", Verdict.REJECT), ("quarantine", Verdict.QUARANTINE)],
+)
 def test_a_trajectory_that_its_policy_does_not_explain_gets_what_the_config_says(on_fail: str, verdict: Verdict):
     scorer = ScriptedScorer(lambda t, o: 0.1 if t.trajectory_id.endswith("/1") else 0.0)
     report, (evidence,) = audit(build_group(), scorer=scorer, on_fail=on_fail)
@@ -110,7 +121,10 @@ def test_a_gap_within_the_ceiling_but_far_above_the_replicas_own_is_attributed_a
 
 def test_a_prompt_that_was_encoded_otherwise_is_rejected_and_blamed_on_the_tokenizer():
     group = build_group(prompt_tokens=4)
-    reader = PromptReader(read=lambda prompt: np.concatenate([group.trajectories[0].token_ids[:4], np.array([7], dtype=np.int32)]), special_ids=frozenset())
+    reader = PromptReader(
+        read=lambda prompt: np.concatenate([group.trajectories[0].token_ids[:4], np.array([7], dtype=np.int32)]),
+        special_ids=frozenset(),
+    )
     groups = replace(build_stored([group]), prompts=(build_dispatch().prompt,))
     auditor = scripted_auditor(ConsistencyConfig(), prompts=reader)
     report, _ = auditor.audit(groups, AuditContext(committed=frozenset((BASE,)), replicas=(facts(),)), "verdict")
@@ -134,7 +148,9 @@ def test_an_audit_does_not_lift_what_the_gradient_search_quarantined():
     culprit = build_culprit(trajectory_id=group.trajectories[1].trajectory_id, position=5)
     (out,) = quarantined([AuditedGroup(group=group)], build_search(acted=Acted.QUARANTINED, culprits=(culprit,)))
     auditor = scripted_auditor(ConsistencyConfig())
-    report, (annotation,) = auditor.audit(build_stored([group], [out.verdict]), AuditContext(committed=frozenset((BASE,)), replicas=(facts(),)), "verdict")
+    report, (annotation,) = auditor.audit(
+        build_stored([group], [out.verdict]), AuditContext(committed=frozenset((BASE,)), replicas=(facts(),)), "verdict"
+    )
     assert report.groups[0].verdicts == (Verdict.ACCEPT, Verdict.QUARANTINE)
     found = decode_evidence(annotation.payload).trajectories[1]
     assert found.reasons == ("gradient_spike",) and found.scored.any()

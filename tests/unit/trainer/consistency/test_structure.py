@@ -70,10 +70,16 @@ def test_our_own_trajectories_are_read_as_what_they_are() -> None:
     trajectory = build_trajectory(prompt_tokens=3)
     got = columns_of(trajectory)
     assert got.spans == ((3, 11),)
-    assert got.token_ids is trajectory.token_ids and got.sampled is trajectory.sampled and got.logprobs is trajectory.rollout_logprobs
+    assert (
+        got.token_ids is trajectory.token_ids
+        and got.sampled is trajectory.sampled
+        and got.logprobs is trajectory.rollout_logprobs
+    )
 
 
-@pytest.mark.parametrize("changed", [{"sampled": mask("--xx")}, {"logprobs": np.zeros(6, dtype=np.float32)}, {"token_ids": ids(4, 5)}])
+@pytest.mark.parametrize(
+    "changed", [{"sampled": mask("--xx")}, {"logprobs": np.zeros(6, dtype=np.float32)}, {"token_ids": ids(4, 5)}]
+)
 def test_columns_of_unequal_length_are_refused_before_they_are_read_side_by_side(changed: dict[str, Any]) -> None:
     finding = only(check_structure(columns(**changed), VOCAB))
     assert (finding.code, finding.severity, finding.check) == ("lengths_differ", Severity.FAIL, Check.STRUCTURE)
@@ -86,7 +92,9 @@ def test_ids_outside_the_vocabulary_are_named_with_their_positions() -> None:
 
 
 def test_a_mask_that_takes_the_first_token_in_is_shifted() -> None:
-    found = check_structure(columns(sampled=mask("xxxxx"), spans=((0, 5),), logprobs=np.full(5, -1.0, dtype=np.float32)), VOCAB)
+    found = check_structure(
+        columns(sampled=mask("xxxxx"), spans=((0, 5),), logprobs=np.full(5, -1.0, dtype=np.float32)), VOCAB
+    )
     assert only(found).code == "first_token_sampled"
 
 
@@ -237,7 +245,9 @@ def test_the_kind_is_found_whatever_one_token_becomes() -> None:
         got = CHAT.copy()
         got[position] = 20
         of_text = DriftKind.ASSISTANT_TEXT if WRITTEN[position] else DriftKind.NON_ASSISTANT_TEXT
-        assert classify_drift(CHAT, got, SPECIAL, WRITTEN) is (DriftKind.SPECIAL_TOKEN_COUNT if CHAT[position] in SPECIAL else of_text)
+        assert classify_drift(CHAT, got, SPECIAL, WRITTEN) is (
+            DriftKind.SPECIAL_TOKEN_COUNT if CHAT[position] in SPECIAL else of_text
+        )
 
 
 def test_ids_that_an_environment_saw_and_a_sample_holds_are_the_very_same() -> None:

@@ -1,4 +1,5 @@
-"""What findings lead to: other tokens always reject, the rest does what the config says, and an open question stays on record."""
+"""What findings lead to: other tokens always reject, the rest does what the config says, and an open question stays on
+record."""
 
 from typing import get_args
 
@@ -16,14 +17,18 @@ BOUND = 0.05
 ALL_ON_FAIL: tuple[OnFail, ...] = get_args(OnFail)
 
 
-def finding(check: Check, severity: Severity = Severity.FAIL, positions: tuple[int, ...] = (), code: str = "planted") -> Finding:
+def finding(
+    check: Check, severity: Severity = Severity.FAIL, positions: tuple[int, ...] = (), code: str = "planted"
+) -> Finding:
     return Finding(check=check, severity=severity, code=code, detail="planted", positions=positions)
 
 
 GAP = finding(Check.PRECISION, code="gap_mean")
 
 
-def run(*findings: Finding, gap: tuple[Finding, ...] = (), on_fail: OnFail = "quarantine", gaps: NDArray[np.float64] = GAPS) -> Decision:
+def run(
+    *findings: Finding, gap: tuple[Finding, ...] = (), on_fail: OnFail = "quarantine", gaps: NDArray[np.float64] = GAPS
+) -> Decision:
     return decide(findings, gap, on_fail, gaps, token_bound=BOUND)
 
 
@@ -40,10 +45,21 @@ def test_other_tokens_reject_whatever_the_config_says(check: Check, on_fail: OnF
 
 
 @pytest.mark.parametrize(
-    ("on_fail", "verdict"), [("observe", Verdict.ACCEPT), ("mask", Verdict.MASK), ("reject", Verdict.REJECT), ("quarantine", Verdict.QUARANTINE)]
+    ("on_fail", "verdict"),
+    [
+        ("observe", Verdict.ACCEPT),
+        ("mask", Verdict.MASK),
+        ("reject", Verdict.REJECT),
+        ("quarantine", Verdict.QUARANTINE),
+    ],
 )
 def test_any_other_failure_does_what_the_config_says_and_is_kept(on_fail: OnFail, verdict: Verdict):
-    for given, gap in (((), (GAP,)), ((finding(Check.VERSION),), ()), ((finding(Check.SEMANTICS),), ()), ((finding(Check.ROUTING),), ())):
+    for given, gap in (
+        ((), (GAP,)),
+        ((finding(Check.VERSION),), ()),
+        ((finding(Check.SEMANTICS),), ()),
+        ((finding(Check.ROUTING),), ()),
+    ):
         found = run(*given, gap=gap, on_fail=on_fail)
         assert found.verdict is verdict and found.findings == (*given, *gap)
 
@@ -69,7 +85,9 @@ def test_tokens_that_nobody_could_score_are_an_open_question_by_themselves():
     gaps[[3, 6]] = np.nan
     found = run(gaps=gaps)
     assert found.verdict is Verdict.ACCEPT
-    assert [(f.check, f.severity, f.positions) for f in found.findings] == [(Check.EVIDENCE, Severity.INCOMPLETE, (3, 6))]
+    assert [(f.check, f.severity, f.positions) for f in found.findings] == [
+        (Check.EVIDENCE, Severity.INCOMPLETE, (3, 6))
+    ]
     asked = finding(Check.EVIDENCE, Severity.INCOMPLETE)
     assert run(asked, gaps=gaps).findings == (asked,)
 
@@ -87,7 +105,9 @@ def test_a_mask_takes_tokens_that_were_not_scored_since_nothing_vouches_for_them
 
 
 def test_a_mask_takes_the_tokens_that_a_finding_names_or_all_of_them():
-    named = run(finding(Check.VERSION, positions=(6, 7)), finding(Check.ROUTING, Severity.WARN, positions=(2,)), on_fail="mask")
+    named = run(
+        finding(Check.VERSION, positions=(6, 7)), finding(Check.ROUTING, Severity.WARN, positions=(2,)), on_fail="mask"
+    )
     assert np.flatnonzero(named.masked).tolist() == [6, 7]
     assert run(finding(Check.SEMANTICS), on_fail="mask").masked.all()
 

@@ -40,7 +40,9 @@ NAN = math.nan
         (math.inf, 1.0, (), CulpritType.TOKEN_MISMATCH),
     ],
 )
-def test_a_culprit_is_named_by_the_first_oddity(omega: float, sequence: float, blocks: tuple[float, ...], expected: CulpritType):
+def test_a_culprit_is_named_by_the_first_oddity(
+    omega: float, sequence: float, blocks: tuple[float, ...], expected: CulpritType
+):
     assert culprit_type(GradLocConfig(), omega, sequence, blocks) is expected
 
 
@@ -74,7 +76,9 @@ def test_the_history_is_bounded_and_survives_a_checkpoint_as_json():
         history.remember((float(step), 1.0))
     assert len(history.state()) == WINDOW_STEPS
     again.load_state(json.loads(json.dumps(history.state())))
-    assert again.ratios((50.0, 1.0)) == history.ratios((50.0, 1.0)) == (pytest.approx(50 / (29.5 + WINDOW_STEPS / 2)), 1.0)
+    assert (
+        again.ratios((50.0, 1.0)) == history.ratios((50.0, 1.0)) == (pytest.approx(50 / (29.5 + WINDOW_STEPS / 2)), 1.0)
+    )
 
 
 def test_asking_a_clip_teaches_it_nothing():
@@ -111,7 +115,8 @@ def test_the_search_is_on_by_default_and_only_observes():
 
 
 @pytest.mark.parametrize(
-    ("after", "threshold", "exceeds"), [(None, 2.0, False), (2.0, 2.0, False), (2.1, 2.0, True), (NAN, 2.0, True), (2.1, NAN, False)]
+    ("after", "threshold", "exceeds"),
+    [(None, 2.0, False), (2.0, 2.0, False), (2.1, 2.0, True), (NAN, 2.0, True), (2.1, NAN, False)],
 )
 def test_a_repeated_step_exceeds_only_what_is_known(after: float | None, threshold: float, exceeds: bool):
     assert build_search(grad_norm_after=after, threshold=threshold).exceeds_after is exceeds
@@ -126,7 +131,10 @@ def culprits_group(*, scored: bool) -> AuditedGroup:
 def test_a_quarantine_adds_to_what_was_found_before(scored: bool):
     audited = culprits_group(scored=scored)
     out = audited.group.trajectories[1].trajectory_id
-    search = build_search(acted=Acted.QUARANTINED, culprits=(build_culprit(trajectory_id=out, position=6, norm=3.0), build_culprit(trajectory_id=out)))
+    search = build_search(
+        acted=Acted.QUARANTINED,
+        culprits=(build_culprit(trajectory_id=out, position=6, norm=3.0), build_culprit(trajectory_id=out)),
+    )
     (found,) = quarantined([culprits_group(scored=True) if scored else audited], search)
     assert (found.dispatch_id, found.trajectory_ids) == (audited.group.dispatch_id, (out,))
     evidence = decode_evidence(found.verdict)
@@ -140,18 +148,24 @@ def test_a_quarantine_adds_to_what_was_found_before(scored: bool):
 @pytest.mark.parametrize("acted", [Acted.NOTHING, Acted.MASKED, Acted.SKIPPED])
 def test_no_other_action_quarantines(acted: Acted):
     audited = culprits_group(scored=True)
-    search = build_search(acted=acted, culprits=(build_culprit(trajectory_id=audited.group.trajectories[0].trajectory_id),))
+    search = build_search(
+        acted=acted, culprits=(build_culprit(trajectory_id=audited.group.trajectories[0].trajectory_id),)
+    )
     assert quarantined([audited], search) == quarantined([audited], None) == ()
 
 
 def test_a_new_audit_does_not_lift_a_quarantine_of_the_gradient_search():
     audited = culprits_group(scored=False)
     out = audited.group.trajectories[2].trajectory_id
-    (found,) = quarantined([audited], build_search(acted=Acted.QUARANTINED, culprits=(build_culprit(trajectory_id=out),)))
+    (found,) = quarantined(
+        [audited], build_search(acted=Acted.QUARANTINED, culprits=(build_culprit(trajectory_id=out),))
+    )
     again = build_evidence(audited.group, shift=0.2)
     kept = keep_quarantines(again, decode_evidence(found.verdict))
     assert [each.verdict for each in kept.trajectories] == [Verdict.ACCEPT, Verdict.ACCEPT, Verdict.QUARANTINE]
     assert kept.trajectories[2].behaviour_logprobs.any() and kept.trajectories[2].reasons == ("gradient_spike",)
     assert keep_quarantines(again, None) is again
     plain = build_evidence(audited.group, verdicts=(Verdict.QUARANTINE, Verdict.ACCEPT, Verdict.ACCEPT))
-    assert [each.verdict for each in keep_quarantines(again, plain).trajectories] == [Verdict.ACCEPT] * 3, "verdicts of the service are its own to change"
+    assert [each.verdict for each in keep_quarantines(again, plain).trajectories] == [Verdict.ACCEPT] * 3, (
+        "verdicts of the service are its own to change"
+    )

@@ -1,4 +1,5 @@
-"""From a step to its culprits over micro-batches and ranks: what is found, what it costs, and what the outcomes mean."""
+"""From a step to its culprits over micro-batches and ranks: what is found, what it costs, and what the outcomes
+mean."""
 
 import math
 
@@ -18,7 +19,10 @@ BFLOAT16 = 2.0**-7
 
 
 def table_of(micro_batches: int, world: int, tokens: int) -> StepTerms:
-    rows, positions = np.repeat(np.arange(2, dtype=np.int32), tokens // 2), np.tile(np.arange(1, tokens // 2 + 1, dtype=np.int32), 2)
+    rows, positions = (
+        np.repeat(np.arange(2, dtype=np.int32), tokens // 2),
+        np.tile(np.arange(1, tokens // 2 + 1, dtype=np.int32), 2),
+    )
     one = RankTerms(
         rows=(rows,) * micro_batches,
         positions=(positions,) * micro_batches,
@@ -46,7 +50,10 @@ def searched(
     probe = TermsProbe(vectors, eps)
     with np.errstate(invalid="ignore"):
         norm = float(np.linalg.norm(vectors.sum(axis=0).astype(np.float64)))
-        known = [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(table.world)] for m in range(table.num_micro_batches)]
+        known = [
+            [np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(table.world)]
+            for m in range(table.num_micro_batches)
+        ]
         search = StepSearch(probe, table, SearchLimits(tau=TAU, budget=budget, max_hits=4, subtract=subtract), norm)
         return search.run(suspects, np.array(known, dtype=np.float64) if parts else None), probe
 
@@ -79,7 +86,10 @@ def test_with_the_norms_of_parts_at_hand_a_spike_takes_a_pass_a_level_and_two(wo
 def test_two_spikes_on_different_ranks_and_micro_batches_are_both_found():
     table, rng = table_of(4, 2, 64), np.random.default_rng(5)
     for seed in range(100):
-        first, second = (int(rng.choice(table.of(int(m), int(r)))) for m, r in zip(rng.choice(4, 2, replace=False), rng.integers(2, size=2), strict=True))
+        first, second = (
+            int(rng.choice(table.of(int(m), int(r))))
+            for m, r in zip(rng.choice(4, 2, replace=False), rng.integers(2, size=2), strict=True)
+        )
         vectors = healthy_vectors(table, seed)
         vectors[first] *= 3000 * 10 ** rng.uniform(0, 2)
         vectors[second] *= 3000
@@ -198,7 +208,13 @@ def test_a_search_never_takes_more_passes_than_its_budget(budget: int):
 def test_ranks_with_different_numbers_of_micro_batches_are_refused():
     none = RankTerms(rows=(), positions=(), weights=(), trajectory_ids=(), widest_tokens=0)
     place = np.ones(1, dtype=np.int32)
-    one = RankTerms(rows=(place,), positions=(place,), weights=(np.ones(2, dtype=np.float32),), trajectory_ids=(("a", "b"),), widest_tokens=4)
+    one = RankTerms(
+        rows=(place,),
+        positions=(place,),
+        weights=(np.ones(2, dtype=np.float32),),
+        trajectory_ids=(("a", "b"),),
+        widest_tokens=4,
+    )
     with pytest.raises(ValueError, match="filler row"):
         step_terms([none, one])
 
@@ -247,19 +263,24 @@ def test_likely_terms_of_a_spike_of_all_terms_are_not_the_cause():
 
 
 def test_hits_that_leave_too_much_are_not_the_cause_when_the_passes_end_before_the_search():
-    """Differences are mostly rounding under this threshold, so what is left is only known to lie between the largest part and the sum of all."""
+    """Differences are mostly rounding under this threshold, so what is left is only known to lie between the largest
+    part and the sum of all."""
     table = table_of(2, 2, 32)
     vectors, limits = healthy_vectors(table, 6), SearchLimits(tau=1e-9, budget=6, max_hits=8)
     hardest = np.argsort(-np.linalg.norm(vectors, axis=1))[:2]
     vectors[hardest] *= 30
     probe, norm = TermsProbe(vectors), float(np.linalg.norm(vectors.sum(axis=0)))
-    known = np.array([[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(2)] for m in range(2)], dtype=np.float64)
+    known = np.array(
+        [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(2)] for m in range(2)], dtype=np.float64
+    )
     result = StepSearch(probe, table, limits, norm).run(NONE, known, likely=hardest)
     assert len(result.hits) == 2 and result.explained > 0.5
     assert result.outcome is Outcome.INCONCLUSIVE
 
 
-def suspected(table: StepTerms, vectors: NDArray[np.float32], suspects: list[int], *, only: bool = False) -> SearchResult:
+def suspected(
+    table: StepTerms, vectors: NDArray[np.float32], suspects: list[int], *, only: bool = False
+) -> SearchResult:
     probe, norm = TermsProbe(vectors), float(np.linalg.norm(vectors.sum(axis=0)))
     return StepSearch(probe, table, SearchLimits(tau=TAU, budget=1000, max_hits=4, suspect_factor=0.5), norm).run(
         np.array(suspects, dtype=np.int64), only_suspects=only
@@ -268,7 +289,9 @@ def suspected(table: StepTerms, vectors: NDArray[np.float32], suspects: list[int
 
 @pytest.mark.parametrize("times_tau", [0.7, 1.5])
 @pytest.mark.parametrize("innocents", [[9], [9, 20, 31, 70, 200, 310, 400]])
-def test_innocent_suspects_over_a_threshold_of_their_own_are_neither_named_nor_hide_the_culprit(times_tau: float, innocents: list[int]):
+def test_innocent_suspects_over_a_threshold_of_their_own_are_neither_named_nor_hide_the_culprit(
+    times_tau: float, innocents: list[int]
+):
     table, culprit = table_of(4, 2, 64), 300
     vectors = healthy_vectors(table, 8)
     vectors[innocents] *= times_tau * TAU / np.linalg.norm(vectors[innocents], axis=1, keepdims=True)
@@ -310,12 +333,16 @@ def test_two_culprits_of_which_one_is_suspected_take_no_more_than_one_pass_more(
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_with_a_likely_term_that_misleads_a_hit_takes_a_pass_a_level_and_two_all_the_same(world: int, micro_batches: int):
+def test_with_a_likely_term_that_misleads_a_hit_takes_a_pass_a_level_and_two_all_the_same(
+    world: int, micro_batches: int
+):
     table, rng = table_of(micro_batches, world, 64), np.random.default_rng(world)
     for seed in range(40):
         vectors, (culprit, innocent) = healthy_vectors(table, seed), rng.choice(table.position.size, 2, replace=False)
         vectors[culprit] *= 30 * math.sqrt(table.position.size) * 10 ** rng.uniform(0.5, 3.5)
-        known = [[np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(world)] for m in range(micro_batches)]
+        known = [
+            [np.linalg.norm(vectors[table.of(m, r)].sum(axis=0)) for r in range(world)] for m in range(micro_batches)
+        ]
         norm = float(np.linalg.norm(vectors.sum(axis=0).astype(np.float64)))
         search = StepSearch(TermsProbe(vectors), table, SearchLimits(tau=TAU, budget=1000, max_hits=4), norm)
         result = search.run(NONE, np.array(known, dtype=np.float64), likely=np.array([innocent], dtype=np.int64))

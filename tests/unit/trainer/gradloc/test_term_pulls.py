@@ -11,7 +11,9 @@ def pulls(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 
 def test_one_hard_pull_is_likely_and_the_many_others_are_not():
-    found = likely_terms(np.concatenate((np.ones(500, dtype=np.float32), pulls(1e4), np.ones(500, dtype=np.float32))), 8)
+    found = likely_terms(
+        np.concatenate((np.ones(500, dtype=np.float32), pulls(1e4), np.ones(500, dtype=np.float32))), 8
+    )
     assert found.tolist() == [500]
 
 
@@ -22,8 +24,12 @@ def test_a_second_pull_is_likely_once_the_first_is_set_aside():
     assert likely_terms(many, 1).tolist() == [7]
 
 
-@pytest.mark.parametrize("values", [np.ones(1000), np.zeros(5), np.zeros(0), pulls(1.0, float("nan")), pulls(1.0, float("inf"))])
-def test_no_term_is_likely_where_none_stands_out_or_a_pull_is_not_finite(values: np.ndarray[tuple[int], np.dtype[np.float32]]):
+@pytest.mark.parametrize(
+    "values", [np.ones(1000), np.zeros(5), np.zeros(0), pulls(1.0, float("nan")), pulls(1.0, float("inf"))]
+)
+def test_no_term_is_likely_where_none_stands_out_or_a_pull_is_not_finite(
+    values: np.ndarray[tuple[int], np.dtype[np.float32]],
+):
     assert likely_terms(values.astype(np.float32), 8).size == 0
 
 

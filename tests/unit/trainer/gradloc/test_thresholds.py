@@ -26,10 +26,14 @@ def test_published_thresholds_are_those_of_the_golden_vectors():
     assert published_threshold(TAU, TOKENS) == pytest.approx(blog["global_"], rel=1e-9)
     assert published_micro_batch_threshold(TAU, TOKENS, MICRO_BATCHES) == pytest.approx(blog["mb"], rel=1e-9)
     for ranks, expected in blog["rank"].items():
-        assert published_rank_threshold(TAU, TOKENS, MICRO_BATCHES, WORLD, int(ranks)) == pytest.approx(expected, rel=1e-9)
+        assert published_rank_threshold(TAU, TOKENS, MICRO_BATCHES, WORLD, int(ranks)) == pytest.approx(
+            expected, rel=1e-9
+        )
     for tokens, expected in blog["seg"].items():
         assert published_threshold(TAU, int(tokens)) == pytest.approx(expected, rel=1e-9)
-    assert published_threshold(GOLDEN["V6_readme_cfg"]["tau"], 512 * 4000) == pytest.approx(GOLDEN["V6_readme_cfg"]["trigger_blog"], rel=1e-9)
+    assert published_threshold(GOLDEN["V6_readme_cfg"]["tau"], 512 * 4000) == pytest.approx(
+        GOLDEN["V6_readme_cfg"]["trigger_blog"], rel=1e-9
+    )
 
 
 def test_the_published_cost_is_that_of_the_golden_vectors():
@@ -55,9 +59,11 @@ def test_a_tau_that_bounds_nothing_is_refused_with_the_cure(tau: float):
 
 
 def test_the_least_visible_spike_grows_as_the_golden_vector_says():
-    """Theorem 1: among N tokens in D dimensions a token sigma times as large as the others shows where sigma^2 - 1 >= c(eps) N / sqrt(D).
+    """Theorem 1: among N tokens in D dimensions a token sigma times as large as the others shows where sigma^2 - 1 >=
+    c(eps) N / sqrt(D).
 
-    The vectors give the right-hand side and not the constant; c(0.01) is taken from the first of them and held against the second.
+    The vectors give the right-hand side and not the constant; c(0.01) is taken from the first of them and held against
+    the second.
     """
     first = GOLDEN["V8_theorem1"]
     assert first["N_over_sqrtD"] == first["N"] / math.sqrt(first["D"])

@@ -30,7 +30,9 @@ def test_hits_their_order_and_the_passes_are_those_of_the_golden_vectors(name: s
     norms, tau = V7["two"]["s"] if "s" not in case else case["s"], case.get("tau", 10)
     probe = VectorProbe.orthogonal(norms)
     hits, passes, tree = search(probe, tau, case.get("budget", 100))
-    assert [[hit.leaf, hit.norm] for hit in hits] == pytest.approx([pytest.approx(expected) for expected in case["hits"]])
+    assert [[hit.leaf, hit.norm] for hit in hits] == pytest.approx(
+        [pytest.approx(expected) for expected in case["hits"]]
+    )
     assert passes.used == case["used"]
     if "left" in case:
         assert [[s.start, s.end - 1] for s in tree.left] == case["left"]

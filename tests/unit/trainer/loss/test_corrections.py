@@ -1,4 +1,5 @@
-"""Correction weights against golden vectors: which bound is inclusive, what a sequence's ratio is, what a veto drops, and what is refused."""
+"""Correction weights against golden vectors: which bound is inclusive, what a sequence's ratio is, what a veto drops,
+and what is refused."""
 
 import math
 from typing import Any
@@ -43,7 +44,11 @@ def inputs(*sequences: list[float], advantage: float = 1.0, dtype: torch.dtype =
     flat = torch.tensor([d for sequence in sequences for d in sequence], dtype=dtype)
     rows = torch.tensor([row for row, sequence in enumerate(sequences) for _ in sequence], dtype=torch.int64)
     return CorrectionInputs(
-        log_ratio=flat, rows=rows, num_rows=len(sequences), advantages=torch.full_like(flat, advantage), old_minus_now=-flat
+        log_ratio=flat,
+        rows=rows,
+        num_rows=len(sequences),
+        advantages=torch.full_like(flat, advantage),
+        old_minus_now=-flat,
     )
 
 
@@ -80,7 +85,11 @@ def test_decoupled_weighs_as_tis_under_a_cap_and_with_the_ratio_without(golden: 
 
 def test_the_batch_of_vector_v3_keeps_its_mean_and_its_effective_sample_size(golden: dict[str, Any]):
     vector = golden["V3_weights"]
-    for config, key in ((TisConfig(cap=2.0), "ess_tis2"), (IcePopConfig(low=0.5, high=5.0), "ess_icepop_0p5_5"), (DecoupledConfig(), "ess_raw")):
+    for config, key in (
+        (TisConfig(cap=2.0), "ess_tis2"),
+        (IcePopConfig(low=0.5, high=5.0), "ess_icepop_0p5_5"),
+        (DecoupledConfig(), "ess_raw"),
+    ):
         close(ess_fraction(np.array(weights_of_ratios(config, vector["ratio"]))), vector[key])
     found = np.array(weights_of_ratios(TisConfig(cap=2.0), vector["ratio"]))
     close(found.mean(), vector["tis2_mean"])
@@ -89,7 +98,8 @@ def test_the_batch_of_vector_v3_keeps_its_mean_and_its_effective_sample_size(gol
 
 @pytest.mark.parametrize("config", EVERY_CONFIG, ids=lambda config: config.type)
 def test_no_weight_is_raised_to_a_lower_bound(golden: dict[str, Any], config: CorrectionConfig):
-    """The lower clamp of V3's `tis_0p5_2_miles` turns 1e-30 into 0.5; here a ratio below every bound stays itself, is 0, or is not weighed at all."""
+    """The lower clamp of V3's `tis_0p5_2_miles` turns 1e-30 into 0.5; here a ratio below every bound stays itself, is
+    0, or is not weighed at all."""
     ratio = golden["V3_weights"]["ratio"][0]
     assert golden["V3_weights"]["tis_0p5_2_miles"][0] == 0.5 > ratio
     for unlikely in (1e-30, ratio):
@@ -101,13 +111,22 @@ def test_no_weight_is_raised_to_a_lower_bound(golden: dict[str, Any], config: Co
 def test_a_token_band_is_inclusive_and_seq_clip_is_strict(golden: dict[str, Any]):
     boundary, strict = golden["V4_boundary"], golden["V3_weights"]["glm5_double_sided_strict_eps"]
     ratio = boundary["ratio"]
-    for config in (IcePopConfig(low=0.5, high=2.0), MisTokenConfig(), MisSequenceConfig(high=2.0), GeoRsConfig(low=0.5, high=2.0)):
-        assert [weight > 0 for weight in weights_of_ratios(config, [ratio, 1 / ratio])] == [bool(boundary["inclusive_0p5_2"])] * 2
+    for config in (
+        IcePopConfig(low=0.5, high=2.0),
+        MisTokenConfig(),
+        MisSequenceConfig(high=2.0),
+        GeoRsConfig(low=0.5, high=2.0),
+    ):
+        assert [weight > 0 for weight in weights_of_ratios(config, [ratio, 1 / ratio])] == [
+            bool(boundary["inclusive_0p5_2"])
+        ] * 2
     assert weights_of_ratios(SeqClipConfig(low=0.5, high=2.0), [ratio, 1 / ratio]) == [boundary["strict_0p5_2"]] * 2
     assert weights_of_ratios(SeqClipConfig(low=0.5, high=2.0), golden["V3_weights"]["ratio"]) == strict
 
 
-@pytest.mark.parametrize("config", [IcePopConfig(low=0.25, high=4.0), GeoRsConfig(low=0.25, high=4.0)], ids=lambda config: config.type)
+@pytest.mark.parametrize(
+    "config", [IcePopConfig(low=0.25, high=4.0), GeoRsConfig(low=0.25, high=4.0)], ids=lambda config: config.type
+)
 def test_a_float32_ratio_at_the_bound_is_inside_as_well(config: CorrectionConfig):
     """log 4 rounded to float32 is above log 4: the bound is rounded alike."""
     d = torch.tensor([0.25, 4.0], dtype=torch.float32).log().tolist()
@@ -190,7 +209,11 @@ def test_an_asymmetric_band_accepts_what_its_numbers_say(golden: dict[str, Any],
 
 def test_a_strict_band_differs_at_its_bounds_only(golden: dict[str, Any]):
     vector = golden["V4_verl_rs_inversion"]
-    weights = dict(zip(vector, weights_of_ratios(SeqClipConfig(low=0.5, high=5.0), [float(ratio) for ratio in vector]), strict=True))
+    weights = dict(
+        zip(
+            vector, weights_of_ratios(SeqClipConfig(low=0.5, high=5.0), [float(ratio) for ratio in vector]), strict=True
+        )
+    )
     assert weights.pop("5.0") == 0.0
     assert weights == {ratio: case["accepted_by_naive_reading"] for ratio, case in vector.items() if ratio != "5.0"}
 
@@ -219,7 +242,10 @@ def test_a_ratio_at_the_veto_stays():
 
 def test_a_sequence_is_its_tokens_in_whatever_order_they_lie():
     generator = torch.Generator().manual_seed(0)
-    rows, d = torch.randint(4, (40,), generator=generator), torch.randn(40, generator=generator, dtype=torch.float64) * 0.01
+    rows, d = (
+        torch.randint(4, (40,), generator=generator),
+        torch.randn(40, generator=generator, dtype=torch.float64) * 0.01,
+    )
     batch = CorrectionInputs(log_ratio=d, rows=rows, num_rows=5, advantages=-torch.ones_like(d), old_minus_now=d)
     product = correction_weights(MisSequenceConfig(low=0.01, high=100.0), batch)
     drift = correction_weights(OpsmConfig(delta=1e-4), batch)
@@ -238,7 +264,10 @@ def test_weights_carry_no_graph_and_no_tokens_have_no_weights(config: Correction
     assert correction_weights(config.model_copy(update={"veto": 1e-4}), inputs()).shape == (0,)
 
 
-READERS: tuple[CorrectionConfig, ...] = (*(config for config in EVERY_CONFIG if config.type != "none"), NoCorrection(veto=1e-4))
+READERS: tuple[CorrectionConfig, ...] = (
+    *(config for config in EVERY_CONFIG if config.type != "none"),
+    NoCorrection(veto=1e-4),
+)
 
 
 @pytest.mark.parametrize("config", READERS, ids=lambda config: config.type)
@@ -247,7 +276,11 @@ def test_a_log_ratio_that_is_not_finite_is_refused_and_counted(config: Correctio
         correction_weights(config, inputs([0.0, math.nan], [-math.inf, 0.1], advantage=-1.0))
 
 
-@pytest.mark.parametrize("config", [TisConfig(), IcePopConfig(), MisTokenConfig(), MisSequenceConfig(), DecoupledConfig(cap=2.0)], ids=lambda c: c.type)
+@pytest.mark.parametrize(
+    "config",
+    [TisConfig(), IcePopConfig(), MisTokenConfig(), MisSequenceConfig(), DecoupledConfig(cap=2.0)],
+    ids=lambda c: c.type,
+)
 def test_an_exploding_ratio_is_capped_or_masked_and_never_infinite(config: CorrectionConfig):
     """Public fault 56: e^120 is beyond float32."""
     weights = correction_weights(config, inputs([120.0], [-120.0], dtype=torch.float32))
@@ -269,7 +302,12 @@ def test_an_unbounded_weight_beyond_the_float_range_names_its_cure():
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(field: str, value: Tensor, message: str):
-    fitting = {"log_ratio": torch.zeros(2), "rows": torch.zeros(2, dtype=torch.int64), "advantages": torch.zeros(2), "old_minus_now": torch.zeros(2)}
+    fitting = {
+        "log_ratio": torch.zeros(2),
+        "rows": torch.zeros(2, dtype=torch.int64),
+        "advantages": torch.zeros(2),
+        "old_minus_now": torch.zeros(2),
+    }
     with pytest.raises(ValueError, match=message):
         CorrectionInputs(**{**fitting, field: value}, num_rows=1)
 

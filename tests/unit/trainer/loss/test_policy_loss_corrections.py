@@ -1,4 +1,5 @@
-"""Where importance weights enter the loss: pi_now / pi_rollout enters each gradient once, whichever old log-probs a step has."""
+"""Where importance weights enter the loss: pi_now / pi_rollout enters each gradient once, whichever old log-probs a
+step has."""
 
 import math
 from typing import Any, cast
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.registry import build_algorithm
-from trainer.config.consistency import CorrectionConfig, DecoupledConfig, MisTokenConfig, NoCorrection, SeqClipConfig, TisConfig
+from trainer.config.consistency import (
+    CorrectionConfig,
+    DecoupledConfig,
+    MisTokenConfig,
+    NoCorrection,
+    SeqClipConfig,
+    TisConfig,
+)
 from trainer.config.trainer import GrpoConfig
 from trainer.loss.policy_loss import SUMS, LossTokens, PolicyLoss
 from trainer.model.policy_model import PolicyModel
@@ -39,7 +47,9 @@ def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NO
         weights=ones,
         rows=torch.tensor([0, 0, 1, 1]),
     )
-    loss, sums = PolicyLoss(WIDE, build_algorithm(WIDE), None, correction)(cast(PolicyModel, cast(Any, model)), tokens, 1.0, source)
+    loss, sums = PolicyLoss(WIDE, build_algorithm(WIDE), None, correction)(
+        cast(PolicyModel, cast(Any, model)), tokens, 1.0, source
+    )
     loss.backward()
     assert logprobs.grad is not None
     return -logprobs.grad, dict(zip(SUMS, sums.tolist(), strict=True))

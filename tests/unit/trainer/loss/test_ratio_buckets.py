@@ -18,7 +18,9 @@ def drawn(seed: int, tokens: int = 500) -> list[torch.Tensor]:
 
 def test_counts_and_sums_are_those_of_numpy():
     parts = drawn(0)
-    found = dict(log_ratios(dict(zip(RATIO_SUMS, ratio_sums(parts).tolist(), strict=True)), OldLogprobSource.RECOMPUTED))
+    found = dict(
+        log_ratios(dict(zip(RATIO_SUMS, ratio_sums(parts).tolist(), strict=True)), OldLogprobSource.RECOMPUTED)
+    )
     for part, values in zip(PARTS, parts, strict=True):
         expected = bucket_counts(values.numpy(), np.array(LOG_RATIO_EDGES, dtype=np.float32).tolist())
         assert found[part].counts == expected.counts

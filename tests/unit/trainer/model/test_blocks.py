@@ -58,7 +58,9 @@ def test_tied_embeddings_and_head_are_one_block(tmp_path: Path):
 
 def test_position_embeddings_are_embeddings():
     with torch.device("meta"):
-        model = PolicyModel(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=5, tie_word_embeddings=False)), 8)
+        model = PolicyModel(
+            GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=5, tie_word_embeddings=False)), 8
+        )
     found = paths(model, named_blocks(model))
     assert list(found) == [EMBEDDINGS, "transformer.h.0", HEAD]
     assert found[EMBEDDINGS] == ["transformer.wte.weight", "transformer.wpe.weight"]
@@ -87,7 +89,10 @@ def test_a_sharded_model_has_the_blocks_of_the_bare_one(alone: tuple[Path, Train
 
 def test_norms_are_those_of_each_blocks_gradients_together():
     generator = torch.Generator().manual_seed(1)
-    blocks = [Block(name=str(size), parameters=tuple(nn.Parameter(torch.zeros(size, part)) for part in (1, 3))) for size in (2, 5)]
+    blocks = [
+        Block(name=str(size), parameters=tuple(nn.Parameter(torch.zeros(size, part)) for part in (1, 3)))
+        for size in (2, 5)
+    ]
     for block in blocks:
         for parameter in block.parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.model.logprobs import chunked_logprobs
 
 
-def inputs(tokens: int = 7, hidden: int = 5, vocabulary: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    tokens: int = 7, hidden: int = 5, vocabulary: int = 11, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
     head = torch.randn(vocabulary, hidden, generator=generator, dtype=dtype).requires_grad_()
@@ -31,7 +33,9 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.numel = max(self.numel, result.numel())
@@ -42,7 +46,11 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_chunks_give_what_the_whole_gives(chunk: int, temperature: float):
     states, head, targets = inputs()
-    for ours, reference in zip(chunked_logprobs(states, head, targets, temperature, chunk), whole(states, head, targets, temperature), strict=True):
+    for ours, reference in zip(
+        chunked_logprobs(states, head, targets, temperature, chunk),
+        whole(states, head, targets, temperature),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -87,7 +95,10 @@ def test_half_precision_states_give_float32_logprobs():
 
 
 def test_a_certain_token_has_zero_entropy_not_nan():
-    states, head = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[0.0], [-math.inf], [-200.0]], requires_grad=True)
+    states, head = (
+        torch.tensor([[1.0]], requires_grad=True),
+        torch.tensor([[0.0], [-math.inf], [-200.0]], requires_grad=True),
+    )
     logprobs, entropies = chunked_logprobs(states, head, torch.tensor([0]), 1.0, 4)
     assert logprobs.tolist() == [0.0]
     assert entropies.tolist() == [0.0]

@@ -13,7 +13,12 @@ from trainer.model.model_dir import check_model_dir
 
 def test_a_good_directory_tells_its_facts(tmp_path: Path):
     facts = check_model_dir(write_bare_model(tmp_path / "m", vocab_size=30, num_experts=4, tie_word_embeddings=True))
-    assert (facts.architecture, facts.vocab_size, facts.tokenizer_size, facts.max_context) == ("Qwen3ForCausalLM", 30, 24, 64)
+    assert (facts.architecture, facts.vocab_size, facts.tokenizer_size, facts.max_context) == (
+        "Qwen3ForCausalLM",
+        30,
+        24,
+        64,
+    )
     assert (facts.is_moe, facts.tied, facts.num_parameters, facts.weight_bytes) == (True, True, 60, 240)
 
 
@@ -30,7 +35,9 @@ def truncate(model: Path) -> None:
 
 
 def index_names_an_absent_file(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {

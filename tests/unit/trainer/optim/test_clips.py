@@ -23,7 +23,13 @@ def exactly(value: float) -> Any:
 
 
 def layerclip(mode: Any, **changes: Any) -> LayerClip:
-    settings: dict[str, Any] = {"mode": mode, "alpha": LAYERCLIP["alpha"], "beta": LAYERCLIP["beta"], "eps": 0.0, "warmup_steps": 1}
+    settings: dict[str, Any] = {
+        "mode": mode,
+        "alpha": LAYERCLIP["alpha"],
+        "beta": LAYERCLIP["beta"],
+        "eps": 0.0,
+        "warmup_steps": 1,
+    }
     return LayerClip(["block"], **settings | changes)
 
 
@@ -73,7 +79,9 @@ def test_layerclip_leaves_blocks_alone_that_the_global_clip_would_shrink():
     assert norms["l1"] / whole == exactly(vector["l1_after_global"])
     rows = vector["layer_scale_with_R"]
     clip = LayerClip(list(norms), alpha=2.0, eps=0.0)
-    clip.load_state_dict({"references": {name: row["R"] for name, row in rows.items()}, "seen": dict.fromkeys(rows, 20)})
+    clip.load_state_dict(
+        {"references": {name: row["R"] for name, row in rows.items()}, "seen": dict.fromkeys(rows, 20)}
+    )
     assert list(clip.decide(list(norms.values())).scales) == [exactly(row["scale"]) for row in rows.values()]
 
 
@@ -164,7 +172,9 @@ def test_a_clip_goes_on_from_the_json_of_its_state(make: Any):
 
 @pytest.mark.parametrize("clip", [LayerClip(["one"]), AdaGC(["one"])])
 def test_the_state_of_another_model_is_refused(clip: Any):
-    state = LayerClip(["one", "two"]).state_dict() if isinstance(clip, LayerClip) else AdaGC(["one", "two"]).state_dict()
+    state = (
+        LayerClip(["one", "two"]).state_dict() if isinstance(clip, LayerClip) else AdaGC(["one", "two"]).state_dict()
+    )
     with pytest.raises(UserError, match=r"other blocks \(two .* checkpoint of this model"):
         clip.load_state_dict(state)
 

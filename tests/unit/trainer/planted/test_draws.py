@@ -15,13 +15,21 @@ from trainer.types.evidence import audited_group
 
 def step_of(ranks: int = 1, micro_batch_tokens: int = 42, lengths: tuple[int, ...] = (3, 11, 6)) -> StepBatches:
     groups = stored(lengths=lengths)
-    audited = [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
+    audited = [
+        audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
+    ]
     return pack(build_batch(audited, Grpo(GrpoConfig()), 0, "token_mean").samples, ranks, micro_batch_tokens)
 
 
 def pulls_of(step: StepBatches) -> StepPulls:
     """Of a token, whatever row it stands in: the surprise of its rollout log-prob; none where there is no advantage."""
-    return [[np.where(micro.loss_mask & (micro.advantages != 0)[:, None], -micro.rollout_logprobs, 0.0) for micro in of_rank] for of_rank in step]
+    return [
+        [
+            np.where(micro.loss_mask & (micro.advantages != 0)[:, None], -micro.rollout_logprobs, 0.0)
+            for micro in of_rank
+        ]
+        for of_rank in step
+    ]
 
 
 def drawn(fault: TermFault, step: StepBatches, version: int = 5, seed: int = 0) -> tuple[DrawnTerm, ...]:
@@ -29,8 +37,7 @@ def drawn(fault: TermFault, step: StepBatches, version: int = 5, seed: int = 0) 
 
 
 @pytest.mark.parametrize(
-    ("start", "every", "hit"),
-    [(3, 0, [3]), (3, 2, [3, 5, 7, 9]), (1, 4, [1, 5, 9]), (1, 1, list(range(1, 11)))],
+    ("start", "every", "hit"), [(3, 0, [3]), (3, 2, [3, 5, 7, 9]), (1, 4, [1, 5, 9]), (1, 1, list(range(1, 11)))]
 )
 def test_a_fault_hits_its_first_version_and_then_every_so_many(start: int, every: int, hit: list[int]):
     fault = NanTokenFault(start_version=start, every_steps=every)
@@ -49,7 +56,9 @@ def test_a_draw_depends_on_seed_version_and_fault_and_on_nothing_else():
 def test_what_is_drawn_is_a_loss_token_on_which_the_fault_shows(fault: TermFault):
     step = step_of(ranks=2)
     pulls = pulls_of(step)
-    mean = sum(pull.sum() for of_rank in pulls for pull in of_rank) / sum(micro.loss_mask.sum() for of_rank in step for micro in of_rank)
+    mean = sum(pull.sum() for of_rank in pulls for pull in of_rank) / sum(
+        micro.loss_mask.sum() for of_rank in step for micro in of_rank
+    )
     for version in range(1, 60):
         (term,) = drawn(fault, step, version)
         micro = step[term.rank][term.micro_batch]

@@ -1,4 +1,5 @@
-"""The tiny model: what is built, its tokenizer, its cache. The full warm start is measured elsewhere; here it takes a few steps."""
+"""The tiny model: what is built, its tokenizer, its cache. The full warm start is measured elsewhere; here it takes a
+few steps."""
 
 import json
 from pathlib import Path
@@ -45,7 +46,9 @@ def test_sums_are_encoded_as_the_fixed_workload_does():
 
 def test_the_dense_model_has_the_shape_of_the_fixed_workloads(tiny: Path):
     ours, theirs = load_file(tiny / "model.safetensors"), load_file(WORKLOAD / "model" / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in ours.items()} == {name: tensor.shape for name, tensor in theirs.items()}
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in theirs.items()
+    }
 
 
 def test_a_seed_fixes_the_model_and_another_seed_changes_it(tiny: Path, tmp_path: Path):
@@ -108,7 +111,9 @@ def test_a_warm_start_learns_and_says_what_it_reached():
     model = tiny_architecture(RANDOM)
     reached = warm_start(model, 0.002, 0, lines.append, Recipe(max_steps=60, batch=64))
     assert reached.sampled_accuracy >= 0.002
-    assert len(lines) == reached.steps // 10 and lines[-1].startswith(f"warm start: step {reached.steps}, sampled accuracy 0.0")
+    assert len(lines) == reached.steps // 10 and lines[-1].startswith(
+        f"warm start: step {reached.steps}, sampled accuracy 0.0"
+    )
 
 
 def test_the_labels_are_what_noisy_sums_are_on_average():
