@@ -88,6 +88,8 @@ class DeadlinesConfig(Section):
     """Without a finished step for this long, the run dumps stacks, names what it waits for, and ends."""
     health_interval_s: PositiveFloat = 2.0
     """Between two health checks of a replica."""
+    restart_pause_s: PositiveFloat = 1.0
+    """Before a replica that could not be started is started again; twice as long each time, up to a minute."""
     shutdown_s: PositiveFloat = 10.0
     """For the running step and the last checkpoint, after Ctrl-C or SIGTERM."""
 

@@ -11,19 +11,23 @@ from rollout.errors import DeadlineError
 T = TypeVar("T")
 
 
-async def within(awaitable: Awaitable[T], seconds: float, what: str) -> T:
+async def within(awaitable: Awaitable[T], seconds: float, key: str, what: str) -> T:
     """Await with a deadline.
 
+    Args:
+        key: the config key that sets it; empty where none does.
+        what: is waited for, for the message.
+
     Raises:
-        DeadlineError: naming `what` was waited for.
+        DeadlineError: naming all three.
     """
     try:
         async with asyncio.timeout(seconds):
             return await awaitable
     except TimeoutError as cause:
+        cure = f", or raise {key}" if key else ""
         raise DeadlineError(
-            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory, or raise the "
-            "deadline in [deadlines]"
+            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory{cure}"
         ) from cause
 
 
@@ -42,6 +46,14 @@ class Progress:
     def waits(self, who: str, what: str) -> None:
         """`who` waits for `what` from now on; an empty `what` is work."""
         self._waits[who] = what
+
+    async def until(self, event: asyncio.Event, who: str, what: str) -> None:
+        """Wait for `event`. It has no limit of its own: the run's, `deadlines.stall_s`, names `who` and `what`."""
+        self.waits(who, what)
+        try:
+            await event.wait()
+        finally:
+            self.waits(who, "")
 
     def silence_s(self) -> float:
         """Seconds since the last step."""
@@ -66,7 +78,9 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
     waiting = progress.describe()
     async with asyncio.timeout(10.0):
         stacks = await dump()
-    raise DeadlineError(f"no step finished for {limit_s:g} s: {waiting}\n{driver_stacks()}\n{stacks}")
+    raise DeadlineError(
+        f"no step finished for deadlines.stall_s = {limit_s:g} s: {waiting}\n{driver_stacks()}\n{stacks}"
+    )
 
 
 def driver_stacks() -> str:

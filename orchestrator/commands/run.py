@@ -15,7 +15,8 @@ from orchestrator.config import RunConfig
 from orchestrator.exporters.prometheus import Exporter
 from orchestrator.exporters.trackers import open_trackers, refuse_missing
 from orchestrator.launch.console import Reporter, reporter_for_stdout
-from orchestrator.launch.launch import Inputs, check_inputs, execute
+from orchestrator.launch.inputs import Inputs, check_inputs
+from orchestrator.launch.launch import execute
 from orchestrator.launch.stop_signals import Stopped, interruptible
 from orchestrator.run_dir.layout import RunDir, create_run_dir, open_run_dir, refuse_taken_name, write_atomic
 from orchestrator.signals.observer import Sinks

@@ -12,8 +12,10 @@ import numpy as np
 
 from orchestrator.dispatch.replica_speeds import ReplicaSpeeds
 from orchestrator.metrics.distributions import Distributions
+from orchestrator.observers import Observer, StepFacts
 from rollout.types.dispatch import Dispatch
 from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader
+from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.types.step import StepReport, StepRequest
 
 
@@ -48,30 +50,7 @@ class Stage:
         self.reward.add(sum(t.reward for t in header.trajectories), len(header.trajectories))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """What one step trained on, reduced from headers and report."""
-
-    reward_mean: float
-    reward_std: float
-    length_mean: float
-    length_cap_fraction: float
-    zero_variance: float
-    reward_length_correlation: float
-    all_correct: float
-    all_wrong: float
-    staleness_mean: float
-    staleness_max: int
-    mixed_fraction: float
-    generation_s: float
-    reward_s: float
-    num_sampled: int
-    num_trajectories: int
-    tokens_by_age: tuple[tuple[int, int], ...] = ()
-    """(staleness, trained tokens)."""
-
-
-class Accounts:
+class Accounts(Observer):
     """All running sums of one driver's life."""
 
     def __init__(self) -> None:
@@ -144,6 +123,24 @@ class Accounts:
         self.trained_tokens += report.num_tokens
         self.trained_samples += len(report.trained_ids)
         return facts
+
+    def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
+        """Count the update and its pauses."""
+        self.weight_updates += 1
+        self.pauses.extend(report.pause_s for report in reports)
+        self.distributions.observe_all("concord_weight_update_pause_seconds", (report.pause_s for report in reports))
+
+    def trainer_worked(self, seconds: float) -> None:
+        """The trainer was busy for so long."""
+        self.trainer_busy_s += seconds
+
+    def observing_took(self, cpu_s: float) -> None:
+        """So many CPU seconds of the driver went into signals."""
+        self.observing_cpu_s += cpu_s
+
+    def store_answered(self, call: str, seconds: float) -> None:
+        """A call to the store took so long."""
+        self.distributions.observe("concord_store_latency_seconds", seconds, call)
 
     def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
         for header in batch:

@@ -8,13 +8,15 @@ staleness eta.
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from actors.ports import WorkerPort
 from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.dispatch.staleness import Window, capacity
-from orchestrator.replicas.replicas import Replica, Replicas
-from orchestrator.weight_sync.publication import Publisher
+from orchestrator.replicas.replica import Replica
+from orchestrator.replicas.replicas import Replicas
+from orchestrator.weight_sync.committed import CommittedWeights
 from rollout.errors import ProcessLostError
 from rollout.types.dispatch import Dispatch, Ending, FailReason, Readmission
 from rollout.types.protocols import PromptSource
@@ -29,7 +31,7 @@ class Admission:
         book: Book,
         window: Window,
         source: PromptSource,
-        publisher: Publisher,
+        weights: CommittedWeights,
         replicas: Replicas,
         group_size: int,
         submit_deadline_s: float,
@@ -37,34 +39,41 @@ class Admission:
         self._book = book
         self._window = window
         self._source = source
-        self._publisher = publisher
+        self._weights = weights
         self._replicas = replicas
         self._group_size = group_size
         self._deadline_s = submit_deadline_s
-        self.workers: dict[int, WorkerPort] = {}
-        """Live episode workers by index. Collection puts them in; it takes them out when it hears that one died, as
-        admission does when it hears first."""
+        self._workers: dict[int, WorkerPort] = {}
+
+    def joins(self, index: int, worker: WorkerPort) -> None:
+        """An episode worker may get work; every replica that serves knows it."""
+        self._workers[index] = worker
+        self._book.ring()
+
+    def leaves(self, index: int, worker: WorkerPort) -> None:
+        """This worker is dead: whoever hears first says so, and nothing happens when its successor has joined."""
+        if self._workers.get(index) is worker:
+            del self._workers[index]
 
     def capacity(self) -> int:
         """Groups that may start now."""
-        book, committed = self._book, self._publisher.committed.policy.version
+        book, committed = self._book, self._weights.policy.version
         return capacity(self._window, book.counts, len(book.pool.running), book.trained_after(committed))
 
     async def run(self) -> None:
         """Admit for ever; ends by cancellation."""
         book = self._book
         while True:
-            room, serving = self.capacity(), self._replicas.serving(self._publisher.committed.policy)
-            if room and serving and self.workers:
-                book.progress.waits("admission", "")
+            room, serving = self.capacity(), self._replicas.serving(self._weights.policy)
+            if room and serving and self._workers:
                 book.idle.clear()
-                await self._admit(room, serving, dict(self.workers))
+                await self._admit(room, serving, dict(self._workers))
                 continue
             missing = "capacity" if not room else "an engine replica" if not serving else "an episode worker"
-            book.progress.waits("admission", f"{missing} ({book.counts.in_flight} groups in flight)")
+            what = f"{missing} ({book.counts.in_flight} groups in flight)"
             if not room and not book.pool.running:
                 book.idle.set()
-            await book.admit_bell.wait()
+            await book.progress.until(book.admit_bell, "admission", what)
             book.admit_bell.clear()
 
     async def _admit(self, count: int, serving: Sequence[Replica], workers: Mapping[int, WorkerPort]) -> None:
@@ -73,7 +82,7 @@ class Admission:
         fresh, cursor = self._source.draw(book.cursor, count - len(again))
         admitted = [*again, *(Readmission(prompt=prompt, attempt=1) for prompt in fresh)]
         slots = spread(admitted, serving)
-        policy, now = self._publisher.committed.policy, time.time()
+        policy, now = self._weights.policy, time.time()
         dispatches = [
             Dispatch(
                 dispatch_id=book.next_id(),
@@ -95,18 +104,12 @@ class Admission:
         if not share:
             return
         try:
-            await within(worker.submit(share), self._deadline_s, "an episode worker to take dispatches")
+            taking = worker.submit(share)
+            await within(taking, self._deadline_s, "deadlines.store_s", "an episode worker to take dispatches")
         except ProcessLostError as error:
-            if (
-                self.workers.get(index) is worker
-            ):  # or the next round would hand the same prompts to the same dead worker, and so for ever
-                del self.workers[index]
-            await self._book.end(
-                [
-                    Ending(dispatch_id=d.dispatch_id, reason=FailReason.WORKER, detail=str(error), readmit=True)
-                    for d in share
-                ]
-            )
+            self.leaves(index, worker)  # or the next round would hand the same prompts to it, and so for ever
+            ending = partial(Ending, reason=FailReason.WORKER, detail=str(error), readmit=True)
+            await self._book.end([ending(dispatch_id=dispatch.dispatch_id) for dispatch in share])
 
 
 def spread(items: Sequence[object], serving: Sequence[Replica]) -> list[int]:

@@ -6,31 +6,34 @@ All loops share one book on one event loop; every change of it that other loops 
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from orchestrator.deadlines import Progress, within
+from orchestrator.deadlines import Progress
 from orchestrator.dispatch.accounts import Accounts
 from orchestrator.dispatch.staleness import Pool
+from orchestrator.observers import Observer, Observers
 from orchestrator.replicas.replicas import Replicas
 from orchestrator.run_dir.side_files import SideFiles
 from rollout.types.dispatch import Counts, Dispatch, Ending, Readmission, RejectReason
 from rollout.types.prompts import PromptCursor
 from rollout.types.protocols import Recovery, Store
 from rollout.types.trajectory import GroupHeader
+from rollout.types.weights import ApplyReport, PolicyVersion
 
 
-class Book:
+class Book(Observer):
     """Dispatches between their durable record and their end."""
 
     def __init__(
         self,
         *,
         store: Store,
-        store_deadline_s: float,
         replicas: Replicas,
         recovery: Recovery,
         accounts: Accounts,
         progress: Progress,
+        observers: Observers,
     ) -> None:
         self.store = store
         self.epoch = recovery.trainer_epoch
@@ -44,12 +47,10 @@ class Book:
         self.progress = progress
         self.admit_bell = asyncio.Event()
         self.train_bell = asyncio.Event()
-        self.on_ready: Callable[[Sequence[GroupHeader]], None] = lambda headers: None
-        """Told of every group that becomes ready."""
         self.idle = asyncio.Event()
         """Set while nothing runs and nothing may start (deterministic publications wait for it)."""
-        self._deadline_s = store_deadline_s
         self._replicas = replicas
+        self._observers = observers
         self._next_dispatch = recovery.next_dispatch
         self._incarnations: dict[str, int] = {}
         self._workers: dict[str, int] = {}
@@ -63,6 +64,20 @@ class Book:
         """Groups of steps whose version the ledger has not committed yet."""
         self._trained = {version: groups for version, groups in self._trained.items() if version > committed_version}
         return sum(self._trained.values())
+
+    def recounts(self, counts: Counts) -> None:
+        """Where the store says that all dispatches are."""
+        self.counts = counts
+
+    async def until_idle(self) -> None:
+        """Return when nothing runs and nothing may start under the committed version (deterministic publications)."""
+        self.idle.clear()
+        self.admit_bell.set()
+        await self.progress.until(self.idle, "publication", "the last groups of the version before")
+
+    def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
+        """Capacity may have come back, and held groups may be trained on."""
+        self.ring()
 
     def ring(self) -> None:
         """Something changed that a loop may wait for."""
@@ -79,30 +94,40 @@ class Book:
         """Record dispatches durably; `workers[i]` runs `dispatches[i]`."""
         for dispatch, worker in zip(dispatches, workers, strict=True):
             replica = self._replicas[dispatch.replica]
-            replica.assigned += 1
+            replica.takes_group()
             self._incarnations[dispatch.dispatch_id] = replica.incarnation
             self._workers[dispatch.dispatch_id] = worker
-        self.counts = await within(
-            self.store.dispatch(self.epoch, dispatches, cursor), self._deadline_s, "the store to record dispatches"
-        )
+        self.counts = await self.store.dispatch(self.epoch, dispatches, cursor)
         self.cursor = cursor
         self.pool.start(dispatches)
         self.accounts.start(dispatches)
 
     def finish(self, headers: Iterable[GroupHeader]) -> list[GroupHeader]:
         """Groups came back durable; answers with those that hold tokens of a replica that failed verification."""
-        known = [h for h in headers if h.dispatch_id in self.pool.running]
+        known = [
+            replace(h, incarnation=self._incarnations[h.dispatch_id])
+            for h in headers
+            if h.dispatch_id in self.pool.running
+        ]
         for header in known:
             self._release(self.pool.running[header.dispatch_id])
             self.accounts.finish(header)
         self.pool.finish(known)
-        self.on_ready(known)
+        self._observers.groups_ready(known)
         return [h for h in known if self.is_tainted(h)]
 
     def is_tainted(self, header: GroupHeader) -> bool:
         """Whether a replica that failed verification may have sampled tokens of this group under the failed policy."""
-        incarnation = self._incarnations.get(header.dispatch_id, 0)
-        return any((header.replica, incarnation, policy) in self._replicas.tainted for policy in header.policies)
+        return self._replicas.is_tainted(header.replica, header.incarnation, header.policies)
+
+    def unverified(self) -> set[str]:
+        """Ready groups with tokens of a policy that their replica was asked to take and is not verified for yet."""
+        taking = {(r.slot, r.incarnation): r.applying for r in self._replicas if r.applying is not None}
+        return {
+            header.dispatch_id
+            for header in self.pool.ready.values()
+            if (policy := taking.get((header.replica, header.incarnation))) is not None and policy in header.policies
+        }
 
     def of_worker(self, index: int) -> list[Dispatch]:
         """Running dispatches of an episode worker."""
@@ -138,12 +163,11 @@ class Book:
             self._workers.pop(dispatch_id, None)
 
     async def _reject(self, endings: Sequence[Ending]) -> None:
-        answer = await within(self.store.reject(self.epoch, endings), self._deadline_s, "the store to end dispatches")
+        answer = await self.store.reject(self.epoch, endings)
         self.counts = answer.counts
         self.readmissions.extend(answer.readmissions)
         self.ring()
 
     def _release(self, dispatch: Dispatch) -> None:
         replica = self._replicas[dispatch.replica]
-        if self._incarnations.get(dispatch.dispatch_id) == replica.incarnation and replica.assigned:
-            replica.assigned -= 1
+        replica.gives_back(self._incarnations[dispatch.dispatch_id])

@@ -7,6 +7,8 @@ dispatches fail.
 from collections.abc import Awaitable, Callable, Sequence
 
 from actors.ports import Fleet, WorkerPort
+from orchestrator.config import DeadlinesConfig
+from orchestrator.deadlines import within
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.book import Book
 from orchestrator.replicas.replicas import Replicas
@@ -20,33 +22,42 @@ class Collection:
     """The collection loops of all episode workers."""
 
     def __init__(
-        self, *, fleet: Fleet, replicas: Replicas, book: Book, admission: Admission, max_attempts: int
+        self,
+        *,
+        fleet: Fleet,
+        replicas: Replicas,
+        book: Book,
+        admission: Admission,
+        deadlines: DeadlinesConfig,
+        max_attempts: int,
+        check_engines: Callable[[], Awaitable[None]],
     ) -> None:
+        """`check_engines` is awaited when an engine failed a group, before its capacity comes back: a dead replica must
+        get no more work until the next health check."""
         self._fleet = fleet
         self._replicas = replicas
         self._book = book
         self._admission = admission
+        self._deadlines = deadlines
         self._max_attempts = max_attempts
+        self._check_engines = check_engines
         self.restarts = 0
-        self.check_engines: Callable[[], Awaitable[None]] | None = None
-        """Awaited when an engine failed a group, before its capacity comes back: a dead replica must get no more work
-        until the next health check."""
 
     async def run(self, index: int) -> None:
         """Collect from worker `index` for ever, replacing it when it dies; ends by cancellation."""
         while True:
-            worker = await self._fleet.new_worker(index)
+            limit_s, key = self._deadlines.trainer_start_s, "deadlines.trainer_start_s"
+            worker = await within(self._fleet.new_worker(index), limit_s, key, f"episode worker {index} to start")
             try:
                 await self._replicas.attach(worker)
-                self._admission.workers[index] = worker
-                self._book.ring()
+                self._admission.joins(index, worker)
                 while True:
                     await self._take(await worker.collect())
             except ProcessLostError as error:
                 await self._replace(index, worker, str(error))
 
     async def _replace(self, index: int, worker: WorkerPort, detail: str) -> None:
-        self._admission.workers.pop(index, None)
+        self._admission.leaves(index, worker)
         self._replicas.detach(worker)
         self.restarts += 1
         await worker.kill()
@@ -68,8 +79,8 @@ class Collection:
                 tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification"
             )
         endings = [o for o in outcomes if isinstance(o, Ending)]
-        if self.check_engines is not None and any(e.reason is FailReason.ENGINE for e in endings):
-            await self.check_engines()
+        if any(e.reason is FailReason.ENGINE for e in endings):
+            await self._check_engines()
         if endings:
             await self._book.end(endings)
         if outcomes:

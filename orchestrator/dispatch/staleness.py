@@ -4,7 +4,7 @@ Consumes headers of ready groups and the record of running dispatches; produces 
 Guarantee (invariant 2): no token older than eta is trained on. It never reads a token and never talks to the store.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +45,16 @@ class Pool:
             self.running.pop(header.dispatch_id, None)
             self.ready[header.dispatch_id] = header
 
+    def let_through(self, scored: Iterable[str]) -> None:
+        """The consistency service has scored these groups whole."""
+        self.audited.update(dispatch_id for dispatch_id in scored if dispatch_id in self.ready)
+
+    def waive(self, dispatch_ids: Iterable[str]) -> bool:
+        """These groups may be trained on without a score; whether one of them might not before."""
+        new = {dispatch_id for dispatch_id in dispatch_ids if dispatch_id in self.ready} - self.waived
+        self.waived |= new
+        return bool(new)
+
     def drop(self, dispatch_ids: Iterable[str]) -> None:
         """Dispatches that ended or went to the trainer."""
         for dispatch_id in dispatch_ids:
@@ -66,10 +76,13 @@ class Gate:
     audited_only: bool = False
     """Take only groups that the consistency service has scored (or waived)."""
 
-    def select(self, pool: Pool, trainer_version: int, committed_version: int) -> Selection:
+    def select(
+        self, pool: Pool, trainer_version: int, committed_version: int, unverified: Container[str] = ()
+    ) -> Selection:
         """The batch of step `trainer_version` + 1, whose tokens may be at most eta older than `trainer_version`.
 
-        Groups with tokens newer than `committed_version` are held until the ledger commits.
+        Groups with tokens newer than `committed_version` are held until the ledger commits, and those of `unverified`
+        until their replica has shown that it holds the weights that it sampled them with.
 
         Raises:
             ValueError: a ready group holds tokens of a version that the trainer has not reached.
@@ -82,7 +95,13 @@ class Gate:
         stale = tuple(h for h in pool.ready.values() if self._is_stale(h, floor))
         stale_ids = {h.dispatch_id for h in stale}
         fresh = [h for h in pool.ready.values() if h.dispatch_id not in stale_ids]
-        usable = [h for h in fresh if h.newest.version <= committed_version and self._is_let_through(pool, h)]
+        usable = [
+            header
+            for header in fresh
+            if header.newest.version <= committed_version
+            and header.dispatch_id not in unverified
+            and self._is_let_through(pool, header)
+        ]
         candidates = self._candidates(pool, usable, stale_ids)
         if len(candidates) < self.batch_groups:
             have = f"have {len(candidates)}; {len(pool.running)} running, {len(pool.ready)} ready"

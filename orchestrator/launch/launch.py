@@ -3,7 +3,7 @@ rooms together."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from actors.ports import Fleet
@@ -11,119 +11,27 @@ from orchestrator.config import RunConfig
 from orchestrator.deadlines import Progress, within
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.launch.console import Reporter
+from orchestrator.launch.inputs import Inputs
 from orchestrator.launch.plan import resource_plan, totals
+from orchestrator.launch.recorder import StepRecorder
 from orchestrator.launch.stop_signals import Stopped, StopSignals, handlers_restored, ignore_signals
-from orchestrator.loop.auditing import Baselines
-from orchestrator.loop.checkpoints import RunCheckpoints, export_model
-from orchestrator.loop.loop import Loop, Opening
-from orchestrator.loop.training import StepDone
-from orchestrator.metrics.blocks import block_values
+from orchestrator.loop.checkpoints import export_model
+from orchestrator.loop.loop import Loop
+from orchestrator.loop.parts import LoopParts, Opening, Site, build_parts
 from orchestrator.replicas.registration import Expectation
 from orchestrator.replicas.replicas import Replicas
 from orchestrator.run_dir.events import EventLog
-from orchestrator.run_dir.histogram_writer import HistogramRecorder
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.lineage import Lineage
-from orchestrator.run_dir.metrics_writer import BlockRecorder, MetricsRecorder
-from orchestrator.run_dir.search_records import SearchRecords
 from orchestrator.signals.live import LiveSignals
 from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.observer import NO_SINKS, Observing, Sinks
 from orchestrator.signals.rows import Signals, write_summary
-from rollout.environments.registry import build_source
 from rollout.errors import UserError, boundary
-from rollout.evaluation.overlap import NGRAM, PromptCheck, check_prompts
-from rollout.evaluation.prompts import held_out_prompts
-from rollout.faults.sources import plant_source
-from rollout.rewards.registry import needs_answer
-from rollout.tokenization.agreement import TokenizerIdentity, identify
-from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.types.dispatch import LedgerEntry, RejectReason
-from rollout.types.prompts import PromptCursor
-from rollout.types.protocols import PromptSource, Recovery
+from rollout.types.protocols import Recovery
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import latest_checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What a run needs besides its config: checked before anything starts."""
-
-    model_dir: Path
-    max_context: int
-    source: PromptSource
-    tokenizer: TokenizerIdentity
-    """The trainer's, which every replica must share."""
-    prompts: PromptCheck | None = None
-    """Duplicates and overlap of the run's prompts; None: not checked."""
-
-
-def check_inputs(config: RunConfig, model_dir: Path) -> Inputs:
-    """Read model facts, tokenizer and prompts.
-
-    Raises:
-        UserError: the model directory, the prompts, or their fit is wrong.
-    """
-    from trainer.model.model_dir import check_model_dir
-
-    facts = check_model_dir(model_dir)
-    wanted = config.engine.max_model_len
-    if wanted is not None and facts.max_context is not None and wanted > facts.max_context:
-        raise UserError(
-            f"got engine.max_model_len = {wanted}, but the model in {model_dir} has a context of {facts.max_context}; "
-            f"set {facts.max_context} or less"
-        )
-    source = training_source(config)
-    max_context = wanted or facts.max_context
-    if max_context is None:
-        raise UserError(
-            f"the config of the model in {model_dir} does not say how long its context is; set engine.max_model_len"
-        )
-    prompts = checked_prompts(config, source)
-    return Inputs(
-        model_dir=model_dir,
-        max_context=max_context,
-        source=source,
-        tokenizer=identify(load_tokenizer(model_dir)),
-        prompts=prompts,
-    )
-
-
-def training_source(config: RunConfig) -> PromptSource:
-    """Where training prompts come from, planted faults included.
-
-    Raises:
-        UserError: the prompts are missing or malformed, or a planted fault cannot act on them.
-    """
-    environment, seed = config.environment, config.run.seed
-    source = build_source(environment, seed, needs_answer(config.reward))
-    held_out = held_out_prompts(environment, config.evaluation, seed, needs_answer(config.reward))
-    return plant_source(
-        source,
-        config.faults,
-        held_out,
-        digits=environment.digits if environment.type == "arithmetic" else None,
-        seed=seed,
-    )
-
-
-def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:
-    """Look for duplicates among the training prompts, and for held-out prompts among them.
-
-    Raises:
-        UserError: more of the held-out prompts are also trained on than `evaluation.max_overlap` allows.
-    """
-    evaluation = config.evaluation
-    held_out = held_out_prompts(config.environment, evaluation, config.run.seed, needs_answer(config.reward))
-    check = check_prompts(source.draw(PromptCursor(), source.size)[0], held_out)
-    if check.overlap > evaluation.max_overlap:
-        raise UserError(
-            f"{check.overlapping} of {check.evaluation_prompts} held-out prompts are also training prompts "
-            f"({check.exact} exactly, {check.by_ngrams} by a run of {NGRAM} words), for example {check.example!r}; "
-            f"expected a share of at most evaluation.max_overlap = {evaluation.max_overlap:g}: take them out of the "
-            "training prompts, or raise evaluation.max_overlap"
-        )
-    return check
 
 
 def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, sinks: Sinks) -> dict[str, object]:
@@ -166,9 +74,8 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         with stop.installed():
             fleet = RayFleet(spec)
             try:
-                await within(
-                    fleet.ready(), config.deadlines.trainer_start_s, "store, reward workers and trainer to start"
-                )
+                what, key = "store, reward workers and trainer to start", "deadlines.trainer_start_s"
+                await within(fleet.ready(), config.deadlines.trainer_start_s, key, what)
                 return await drive(config, run, inputs, fleet, reporter, stop.attach, sinks)
             finally:
                 ignore_signals()
@@ -197,162 +104,110 @@ async def drive(
 ) -> dict[str, object]:
     """Drive a ready fleet from the last checkpoint (or from nothing) to the end, and write the summary.
 
-    `on_loop` is told, once there is a loop, how to ask it to end after its step.
+    `on_loop` hears, once there is a loop, how to ask it to end after its step.
     """
     run.summary.unlink(missing_ok=True)
-    saved = latest_checkpoint(run.checkpoints)
-    policy = (
-        await within(fleet.trainer.load(saved), config.deadlines.trainer_start_s, f"the trainer to load {saved}")
-        if saved
-        else None
-    )
-    recovery = await within(fleet.store.recover(policy), config.deadlines.store_s, "the store to recover")
-    start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
-    run.weights.mkdir(exist_ok=True)
-    manifest = await within(
-        fleet.trainer.publish(start), config.deadlines.checkpoint_s, f"the trainer to publish {start.key}"
-    )
+    progress = Progress(asyncio.get_running_loop().time)
+    opening = await _opened(config, run, fleet)
     expected = Expectation(
         tokenizer=inputs.tokenizer, engine=config.engine, sampling=config.sampling, weights=config.weights
     )
     replicas = Replicas(fleet, config.deadlines, expected)
-    reporter.say(
-        f"epoch {recovery.trainer_epoch}, version {start.version}: starting {config.engine.replicas} x "
-        f"{config.engine.type}"
-    )
-    await replicas.start_all(manifest)
-    await fleet.store.commit_version(LedgerEntry(policy=start, digest=manifest.digest))
-    checkpoints = RunCheckpoints(
-        run=run,
-        trainer=fleet.trainer,
-        store=fleet.store,
-        keep_last=config.trainer.checkpoint.keep_last,
-        max_staleness=config.staleness.max_staleness,
-    )
-    loop = Loop(
+    start = opening.manifest.policy
+    said = f"epoch {start.trainer_epoch}, version {start.version}"
+    reporter.say(f"{said}: starting {config.engine.replicas} x {config.engine.type}")
+    await replicas.start_all(opening.manifest)
+    site = Site(
         config=config,
+        run=run,
+        model_dir=inputs.model_dir,
         fleet=fleet,
         replicas=replicas,
         source=inputs.source,
-        opening=Opening(recovery=recovery, manifest=manifest),
-        checkpoints=checkpoints,
-        progress=Progress(asyncio.get_running_loop().time),
-        baselines=None if config.consistency.mode == "off" else Baselines(run.path / "baseline.json"),
+        progress=progress,
     )
-    await _end_unconfirmed(loop, recovery)
+    parts = build_parts(site, opening)
+    await parts.book.store.commit_version(LedgerEntry(policy=start, digest=opening.manifest.digest))
+    await _end_unconfirmed(parts, opening.recovery)
     if inputs.prompts is not None:
-        await loop.book.store.record_event("prompts_checked", asdict(inputs.prompts))
-    if loop.evaluation is not None and saved is not None:
-        loop.evaluation.goes_on(_fingerprints(run))
-    checkpoints.in_use = loop.policies_in_use
-    loop.training.searches = SearchRecords(run.gradloc, lambda: load_tokenizer(inputs.model_dir), loop.book.side_files)
+        await parts.book.store.record_event("prompts_checked", asdict(inputs.prompts))
+    loop = Loop(config, fleet, parts, progress)
     on_loop(loop.request_stop)
-    return await _observe(config, run, fleet, loop, checkpoints, reporter, Signals(loop, recovery.totals), sinks)
+    return await _run(site, loop, parts, opening, reporter, sinks)
 
 
-def _fingerprints(run: RunDir) -> list[str]:
+async def _opened(config: RunConfig, run: RunDir, fleet: Fleet) -> Opening:
+    """The trainer at the last checkpoint, the store at the same, and the weights published."""
+    deadlines, saved = config.deadlines, latest_checkpoint(run.checkpoints)
+    policy: PolicyVersion | None = None
+    if saved is not None:
+        loading, key = fleet.trainer.load(saved), "deadlines.trainer_start_s"
+        policy = await within(loading, deadlines.trainer_start_s, key, f"the trainer to load {saved}")
+    recovering = fleet.store.recover(policy)
+    recovery = await within(recovering, deadlines.store_s, "deadlines.store_s", "the store to recover")
+    start = PolicyVersion(recovery.trainer_epoch, policy.version if policy else 0)
+    run.weights.mkdir(exist_ok=True)
+    publishing, key = fleet.trainer.publish(start), "deadlines.checkpoint_s"
+    manifest = await within(publishing, deadlines.checkpoint_s, key, f"the trainer to publish {start.key}")
+    return Opening(recovery=recovery, manifest=manifest, fingerprints=_fingerprints(run) if saved else ())
+
+
+def _fingerprints(run: RunDir) -> tuple[str, ...]:
     """Configurations of the scores that the run has so far, in order."""
     log = EventLog(run.events)
     log.read()
-    return [event.text("fingerprint") for event in log.all(Lineage(log.resumed)) if event.kind == "evaluation"]
+    return tuple(event.text("fingerprint") for event in log.all(Lineage(log.resumed)) if event.kind == "evaluation")
 
 
-async def _end_unconfirmed(loop: Loop, recovery: Recovery) -> None:
+async def _end_unconfirmed(parts: LoopParts, recovery: Recovery) -> None:
     """Groups with tokens of a version that was published when the run ended, and that no replica's canary has
     confirmed, are not trained on."""
     confirmed = {entry.policy for entry in recovery.ledger}
     unconfirmed = [header for header in recovery.ready if not header.policies <= confirmed]
-    await loop.book.reject(
+    await parts.book.reject(
         unconfirmed, RejectReason.ORPHANED_VERSION, "tokens of a version that the ledger never committed"
     )
 
 
-async def _observe(
-    config: RunConfig,
-    run: RunDir,
-    fleet: Fleet,
-    loop: Loop,
-    checkpoints: RunCheckpoints,
-    reporter: Reporter,
-    signals: Signals,
-    sinks: Sinks,
+async def _run(
+    site: Site, loop: Loop, parts: LoopParts, opening: Opening, reporter: Reporter, sinks: Sinks
 ) -> dict[str, object]:
-    recorder, blocks, memory = (
-        MetricsRecorder(run.metrics),
-        BlockRecorder(run.block_metrics),
-        PeakMemory(fleet.processes),
-    )
-    histograms = HistogramRecorder(run.histograms, loop.accounts.distributions, loop.training.policy)
-    observing = (
-        _observing(run, loop, reporter, sinks, LiveSignals(config, loop, signals, memory))
-        if sinks.exporter or sinks.trackers
-        else None
-    )
-
-    side_files = loop.book.side_files
-
-    def flush() -> None:
-        """What a checkpoint holds is on disk, and no histogram reaches over one: a resume takes back whole parts."""
-        for name, parts in (("metrics", recorder), ("block_metrics", blocks), ("histograms", histograms)):
-            with side_files.spared(name):
-                parts.flush()
-
-    async def on_step(done: StepDone) -> None:
-        row = signals.row(done)
-        with side_files.spared("metrics"):
-            recorder.add(row)
-        of_blocks = block_values(done.report)
-        with side_files.spared("block_metrics"):
-            blocks.add(done.report.policy, of_blocks)
-        loop.doctor.step(row, loop.book.counts, of_blocks)
-        with side_files.spared("histograms"):
-            histograms.add(done.report.policy)
-        if done.checkpointed:
-            flush()
-        reporter.step(row, config.run.steps)
-        if observing is not None:
-            await observing.step(done, row)
-        with side_files.spared("weights that nothing refers to any more"):
-            checkpoints.prune(done.report.policy)
-        await side_files.tell()
-
-    loop.training.on_step = on_step
-    if loop.evaluation is not None and observing is not None:
-        loop.evaluation.on_score = observing.score
-    beside = [asyncio.create_task(memory.run(), name="memory")]
-    if observing is not None:
-        beside.append(asyncio.create_task(observing.run(), name="observing"))
+    """Run the loop to its end with everybody who looks at it, and complete the run directory."""
+    config, run, fleet = site.config, site.run, site.fleet
+    signals, memory = Signals(parts, opening.recovery.totals), PeakMemory(fleet.processes)
+    observing = None
+    companions = {"memory": memory.run()}
+    if sinks.exporter or sinks.trackers:
+        observing = _observing(run, parts, reporter, sinks, LiveSignals(config, parts, signals, memory))
+        companions["observing"] = observing.run()
+    recorder = StepRecorder(run, parts, signals, reporter, config.run.steps, observing)
+    parts.observers.add(recorder)
     try:
-        await loop.run()
+        await loop.run(companions)
     finally:
-        for task in beside:
-            task.cancel()
-        flush()
-        for trouble in side_files.untold():
+        recorder.flush()
+        for trouble in parts.book.side_files.untold():
             reporter.say(trouble)
-    await loop.doctor.look()
-    loop.book.counts = await fleet.store.counts()
+    await parts.doctor.look()
+    parts.book.recounts(await parts.book.store.counts())
     if observing is not None:
         await observing.show()
     summary = signals.summary(memory, sinks.url)
-    with boundary(
-        UserError,
-        f"the training is done and checkpointed, but {run.path} cannot be completed (free space, then: concord resume "
-        f"{run.path})",
-    ):
+    cure = f"(free space, then: concord resume {run.path})"
+    with boundary(UserError, f"the training is done and checkpointed, but {run.path} cannot be completed {cure}"):
         write_summary(run, summary)
-        if loop.training.policy.version >= config.run.steps:
-            export_model(Path(loop.training.manifest.location), run.export)
+        if parts.training.policy.version >= config.run.steps:
+            export_model(Path(parts.training.manifest.location), run.export)
     return summary
 
 
-def _observing(run: RunDir, loop: Loop, reporter: Reporter, sinks: Sinks, live: LiveSignals) -> Observing:
-    async def tell(trouble: str) -> None:
+def _observing(run: RunDir, parts: LoopParts, reporter: Reporter, sinks: Sinks, live: LiveSignals) -> Observing:
+    async def report_trouble(trouble: str) -> None:
         reporter.say(f"metrics are served no longer and trackers get nothing new, the training goes on: {trouble}")
-        await loop.book.store.record_event("exporter_failed", {"reason": trouble})
+        await parts.book.store.record_event("exporter_failed", {"reason": trouble})
 
     targets = None
     if sinks.exporter is not None:
         reporter.say(f"metrics at {sinks.url}")
         targets = Targets(run.prometheus_targets, run.path.name, sinks.exporter.target)
-    return Observing(sinks, live, targets, loop.book.side_files, tell)
+    return Observing(sinks, live, targets, parts.book.side_files, report_trouble)

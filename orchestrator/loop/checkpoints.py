@@ -18,14 +18,23 @@ from trainer.checkpointing.saved_steps import weights_in_use
 class RunCheckpoints:
     """Implements `orchestrator.loop.training.Checkpoints`."""
 
-    def __init__(self, *, run: RunDir, trainer: TrainerPort, store: Store, keep_last: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        *,
+        run: RunDir,
+        trainer: TrainerPort,
+        store: Store,
+        keep_last: int,
+        max_staleness: int,
+        in_use: Callable[[], set[PolicyVersion]],
+    ) -> None:
+        """`in_use` answers with the policies that live groups, replicas or waiting publications refer to."""
         self._run = run
         self._trainer = trainer
         self._store = store
         self._keep_last = keep_last
         self._max_staleness = max_staleness
-        self.in_use: Callable[[], set[PolicyVersion]] = set
-        """Policies that live groups, replicas or waiting publications refer to."""
+        self._in_use = in_use
 
     async def save(self, policy: PolicyVersion) -> None:
         """Write the checkpoint of `policy`; its steps are final once it is complete."""
@@ -54,7 +63,7 @@ class RunCheckpoints:
         on_disk = [PolicyVersion.parse(path.name) for path in self._run.weights.glob("e*-v*")]
         prune_weights(
             self._run,
-            {policy for policy in on_disk if policy.version in recent} | self.in_use() | self._in_saved_steps(),
+            {policy for policy in on_disk if policy.version in recent} | self._in_use() | self._in_saved_steps(),
         )
 
     def _in_saved_steps(self) -> set[PolicyVersion]:

@@ -8,7 +8,7 @@ next one is due at its own time.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,13 +17,16 @@ from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.metrics.learning import CONFIGURATIONS
 from orchestrator.metrics.types import OTHER, UNMEASURED
-from orchestrator.replicas.replicas import Replica, Replicas
-from orchestrator.weight_sync.publication import Publisher
+from orchestrator.observers import Observer, Observers
+from orchestrator.replicas.replica import Replica
+from orchestrator.replicas.replicas import Replicas
+from orchestrator.weight_sync.committed import CommittedWeights
 from rollout.errors import ConcordError
 from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport
-from rollout.types.weights import PolicyVersion, WeightManifest
+from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 
+KEY = "evaluation.deadline_s"
 NO_SCORE = {
     "eval_score": UNMEASURED,
     "eval_stderr": UNMEASURED,
@@ -42,21 +45,26 @@ class Score:
     version: int
 
 
-class Evaluation:
+class Evaluation(Observer):
     """Owns when what is evaluated."""
 
     def __init__(
-        self, *, config: EvaluationConfig, fleet: Fleet, replicas: Replicas, book: Book, publisher: Publisher
+        self,
+        *,
+        config: EvaluationConfig,
+        fleet: Fleet,
+        replicas: Replicas,
+        book: Book,
+        weights: CommittedWeights,
+        observers: Observers,
+        fingerprints: Sequence[str] = (),
     ) -> None:
-        self._config, self._fleet, self._replicas, self._book, self._publisher = (
-            config,
-            fleet,
-            replicas,
-            book,
-            publisher,
-        )
+        """`fingerprints` are of the scores that the run had before this loop, in order: a configuration that a resume
+        changes starts a series of its own, too."""
+        self._config, self._fleet, self._replicas, self._book = config, fleet, replicas, book
+        self._weights, self._observers = weights, observers
         self._bell = asyncio.Event()
-        self._due = publisher.committed.policy.version
+        self._due = weights.policy.version
         self._asked = 0
         self._scored_whole = -1
         self._final: PolicyVersion | None = None
@@ -73,11 +81,6 @@ class Evaluation:
         """Sampled by the engines for finished prompts of evaluations."""
         self.seconds = 0.0
         """In which a replica answered evaluations."""
-        self.on_score: Callable[[], Awaitable[None]] = _nothing
-
-    def goes_on(self, fingerprints: Sequence[str]) -> None:
-        """The run had these scores before this loop, in order: a configuration that a resume changes starts a series of
-        its own, too."""
         for fingerprint in fingerprints:
             self._under(fingerprint)
 
@@ -85,8 +88,12 @@ class Evaluation:
         self.changes += self._fingerprint not in (None, fingerprint)
         self._fingerprint = fingerprint
 
-    def ring(self) -> None:
-        """The ledger has a new version, or a replica begins to serve."""
+    def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
+        """A score may be due."""
+        self._bell.set()
+
+    def replica_serves(self, slot: int) -> None:
+        """It may be asked."""
         self._bell.set()
 
     async def version_0_is_scored(self) -> None:
@@ -122,11 +129,12 @@ class Evaluation:
         port: EvaluatorPort | None = None
         while True:
             await self._until_due()
-            asked = self._publisher.committed
+            asked = self._weights.manifest
             try:
                 if port is None:
-                    port = await within(self._fleet.new_evaluator(), self._config.deadline_s, "the evaluation to start")
-                    asked = self._publisher.committed  # which may have moved on meanwhile
+                    starting = self._fleet.new_evaluator()
+                    port = await within(starting, self._config.deadline_s, KEY, "the evaluation to start")
+                    asked = self._weights.manifest  # which may have moved on meanwhile
                 await self._evaluate(port, asked)
             except ConcordError as error:
                 if port is not None:
@@ -161,16 +169,12 @@ class Evaluation:
             await self._book.store.record_event("evaluation_failed", {"version": policy.version, "reason": reason})
 
     async def _until_due(self) -> None:
-        while not self._is_due(self._publisher.committed.policy) or not self._replicas.serving(
-            self._publisher.committed.policy
-        ):
+        while not self._is_due(self._weights.policy) or not self._replicas.serving(self._weights.policy):
             self._bell.clear()
             await self._bell.wait()
 
     async def _evaluate(self, port: EvaluatorPort, asked: WeightManifest) -> None:
-        replica = min(
-            self._replicas.serving(self._publisher.committed.policy), key=lambda one: one.assigned, default=None
-        )
+        replica = min(self._replicas.serving(self._weights.policy), key=lambda one: one.assigned, default=None)
         if replica is None:
             raise ConcordError(f"no engine replica serves {asked.policy.key} any more")
         self._asked += 1
@@ -178,6 +182,7 @@ class Evaluation:
         report = await within(
             _scored(port, replica, asked.policy, f"{asked.policy.key}-{self._asked}"),
             self._config.deadline_s,
+            KEY,
             f"the evaluation of {asked.policy.key} on replica {replica.slot}",
         )
         self.seconds += time.monotonic() - begun
@@ -208,7 +213,7 @@ class Evaluation:
             self._scored_whole = newest.version
         self._under(report.fingerprint)
         self.newest = Score(score=report.score, stderr=report.stderr or 0.0, version=newest.version)
-        manifests = {manifest.policy: manifest.digest for manifest in (asked, self._publisher.committed)}
+        manifests = {manifest.policy: manifest.digest for manifest in (asked, self._weights.manifest)}
         fields: dict[str, str | int | float | bool | None] = {
             "score": report.score,
             "stderr": report.stderr,
@@ -228,11 +233,7 @@ class Evaluation:
             **{f"part_{name}": value for name, value in report.parts},
         }
         await self._book.store.record_event("evaluation", fields)
-        await self.on_score()
-
-
-async def _nothing() -> None:
-    """What is done with a score where nobody asks."""
+        await self._observers.score_taken()
 
 
 async def _scored(port: EvaluatorPort, replica: Replica, policy: PolicyVersion, label: str) -> EvaluationReport:

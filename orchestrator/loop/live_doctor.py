@@ -17,6 +17,7 @@ from orchestrator.doctor.findings import Finding
 from orchestrator.metrics.blocks import BlockValue
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.system import NO_CAUSE, PRIMARY_CAUSES
+from orchestrator.observers import EventFields, Observer
 from orchestrator.run_dir.record import RunEvent, record_of_rows
 from rollout.errors import ConcordError, boundary
 from rollout.types.dispatch import Counts
@@ -48,10 +49,9 @@ OF_INTEREST = frozenset(
 """Kinds of events that rules read."""
 Row = tuple[Mapping[str, float], Mapping[str, float]]
 """A row, and the dispatches ended until then."""
-Fields = Mapping[str, str | int | float | bool | None]
 
 
-class LiveDoctor:
+class LiveDoctor(Observer):
     """Of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
 
     def __init__(
@@ -86,7 +86,7 @@ class LiveDoctor:
             "concord_diagnosis_primary": {(each,): float(each == cause) for each in PRIMARY_CAUSES},
         }
 
-    def event(self, kind: str, fields: Fields) -> None:
+    def event_recorded(self, kind: str, fields: EventFields) -> None:
         """A run event is being recorded."""
         if kind in OF_INTEREST:
             step = int(self._newest[-1][0]["step"]) if self._newest else 0

@@ -18,10 +18,15 @@ class MeasuredStore:
     """Hands everything on to `store`; `observe` is told (call, seconds) of those calls that the loop makes while it
     runs."""
 
-    def __init__(self, store: Store, observe: Callable[[str, float], None]) -> None:
-        self._store, self._observe = store, observe
-        self.on_event: Callable[[str, dict[str, str | int | float | bool | None]], None] = lambda kind, fields: None
-        """Told of every run event."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        deadline_s: float,
+        observe: Callable[[str, float], None],
+        on_event: Callable[[str, dict[str, str | int | float | bool | None]], None],
+    ) -> None:
+        self._store, self._deadline_s, self._observe, self._on_event = store, deadline_s, observe, on_event
 
     async def _timed(self, call: str, answer: Awaitable[T]) -> T:
         begun = time.perf_counter()
@@ -61,7 +66,7 @@ class MeasuredStore:
         return await self._timed("commit_version", self._store.commit_version(entry))
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
-        self.on_event(kind, fields)
+        self._on_event(kind, fields)
         await self._timed("record_event", self._store.record_event(kind, fields))
 
     async def counts(self) -> Counts:

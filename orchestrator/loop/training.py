@@ -8,50 +8,28 @@ them.
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from actors.ports import TrainerPort
 from orchestrator.config import DeadlinesConfig
 from orchestrator.deadlines import within
-from orchestrator.dispatch.accounts import StepFacts
 from orchestrator.dispatch.book import Book
 from orchestrator.dispatch.staleness import Gate
 from orchestrator.loop.auditing import Consistency
-from orchestrator.run_dir.search_records import SearchRecords
+from orchestrator.loop.step_log import StepLog
+from orchestrator.observers import StepDone, StepPhases
 from orchestrator.weight_sync.publication import Publisher
 from rollout.errors import ConcordError
 from rollout.types.dispatch import Ending, RejectReason, StepCommit
-from rollout.types.trajectory import Annotation, GroupHeader
+from rollout.types.trajectory import GroupHeader
 from rollout.types.weights import PolicyVersion, WeightManifest
-from trainer.types.evidence import ANNOTATION_KIND
 from trainer.types.gradloc import Acted
 from trainer.types.step import OldLogprobSource, StepReport, StepRequest
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Steps in a row that may be skipped before the run ends with the reason."""
-
-
-@dataclass(slots=True, kw_only=True)
-class StepPhases:
-    """Wall-clock seconds of one step, phase by phase."""
-
-    wait_s: float = 0.0
-    train_s: float = 0.0
-    publish_s: float = 0.0
-    checkpoint_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
-    """An applied step, for those who report it."""
-
-    report: StepReport
-    facts: StepFacts
-    phases: StepPhases = field(default_factory=StepPhases)
-    checkpointed: bool = False
-    """A checkpoint holds it: no resume takes it back, unless from an older one."""
 
 
 class Checkpoints(Protocol):
@@ -60,10 +38,6 @@ class Checkpoints(Protocol):
     async def save(self, policy: PolicyVersion) -> None:
         """Write the checkpoint of `policy`."""
         ...
-
-
-async def _nothing(done: StepDone) -> None:
-    """What is done with a step where nobody asks."""
 
 
 class Training:
@@ -78,22 +52,15 @@ class Training:
         publisher: Publisher,
         checkpoints: Checkpoints,
         deadlines: DeadlinesConfig,
-        start: WeightManifest,
+        log: StepLog,
         consistency: Consistency | None = None,
     ) -> None:
-        self._trainer = trainer
-        self._book = book
-        self._gate = gate
-        self._publisher = publisher
-        self._checkpoints = checkpoints
-        self._deadlines = deadlines
-        self._consistency = consistency
-        self.policy = start.policy
-        self.manifest = start
+        self._trainer, self._book, self._gate, self._publisher = trainer, book, gate, publisher
+        self._checkpoints, self._deadlines, self._log, self._consistency = checkpoints, deadlines, log, consistency
+        self.manifest = publisher.committed
+        self.policy = self.manifest.policy
         self.skipped = 0
-        self.searches = SearchRecords()
-        self.on_step: Callable[[StepDone], Awaitable[None]] = _nothing
-        self._saved = start.policy
+        self._saved = self.policy
         self._why_skipped = ""
         self._waits_since: float | None = None
 
@@ -106,13 +73,13 @@ class Training:
         """Train up to version `steps`, or until `stop`; the last version is always checkpointed."""
         skipped_in_a_row = 0
         while self.policy.version < steps and not stop.is_set():
-            phases, begun = StepPhases(), time.monotonic()
+            begun = time.monotonic()
             self._waits_since = begun
             batch = await self._batch(stop)
-            self._waits_since, phases.wait_s = None, time.monotonic() - begun
+            self._waits_since = None
             if not batch:
                 break
-            done = await self._step(batch, phases)
+            done = await self._step(batch, waited_s=time.monotonic() - begun)
             self._book.progress.beat()
             skipped_in_a_row = 0 if done else skipped_in_a_row + 1
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -124,19 +91,17 @@ class Training:
             if done is None:
                 continue
             if self.policy.version % checkpoint_every == 0:
-                begun = time.monotonic()
-                await self._checkpoint()
-                phases.checkpoint_s = time.monotonic() - begun
-                done = replace(done, checkpointed=True)
+                done = await self._checkpointed(done)
             self._book.progress.beat()
-            await self.on_step(done)
+            await self._log.applied(done)
         if self._saved != self.policy:
             await self._checkpoint()
 
     async def _batch(self, stop: asyncio.Event) -> tuple[GroupHeader, ...]:
         book = self._book
         while not stop.is_set():
-            selection = self._gate.select(book.pool, self.policy.version, self._publisher.committed.policy.version)
+            committed = self._publisher.committed.policy.version
+            selection = self._gate.select(book.pool, self.policy.version, committed, book.unverified())
             if selection.stale:
                 await book.reject(
                     selection.stale,
@@ -145,14 +110,12 @@ class Training:
                 )
                 continue
             if selection.batch:
-                book.progress.waits("training", "")
                 return selection.batch
-            book.progress.waits("training", selection.waits_for)
-            await book.train_bell.wait()
+            await book.progress.until(book.train_bell, "training", selection.waits_for)
             book.train_bell.clear()
         return ()
 
-    async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> StepDone | None:
+    async def _step(self, batch: Sequence[GroupHeader], waited_s: float) -> StepDone | None:
         book, begun = self._book, time.monotonic()
         source = OldLogprobSource.ROLLOUT if self._consistency is None else self._consistency.source_of(batch)
         request = StepRequest(
@@ -165,14 +128,11 @@ class Training:
         report = await within(
             self._trainer.step(book.epoch, ids, request),
             self._deadlines.step_s,
+            "deadlines.step_s",
             f"the trainer to finish step {request.policy.version}",
         )
-        phases.train_s = time.monotonic() - begun
-        await self._tell_planted(report)
-        await self._searched(request.policy, report)
-        if report.not_saved:
-            book.side_files.failed("saved_steps", report.not_saved)
-        await book.side_files.tell()
+        train_s = time.monotonic() - begun
+        await self._log.taken(request.policy, report)
         if report.skipped:
             await self._skipped(ids, request.policy, report)
             return None
@@ -182,57 +142,28 @@ class Training:
         self.policy, self.manifest = request.policy, manifest
         self._publisher.offer(manifest)
         await self._transferred()
-        phases.publish_s = time.monotonic() - begun
-        book.accounts.trainer_busy_s += phases.train_s + phases.publish_s
+        publish_s = time.monotonic() - begun
+        book.accounts.trainer_worked(train_s + publish_s)
+        phases = StepPhases(wait_s=waited_s, train_s=train_s, publish_s=publish_s)
         return StepDone(report=report, facts=facts, phases=phases)
-
-    async def _searched(self, policy: PolicyVersion, report: StepReport) -> None:
-        """The step's gradient was searched: keep what was found, and let no later lease train on what is
-        quarantined."""
-        if report.gradloc is None:
-            return
-        store = self._book.store
-        found = self.searches.keep(policy, report.gradloc, report.saved)
-        await store.record_event("gradloc", found | {"removed": ", ".join(report.saves_removed)})
-        for group in report.quarantined:
-            await store.annotate(
-                [Annotation(dispatch_id=group.dispatch_id, kind=ANNOTATION_KIND, payload=group.verdict)]
-            )
-            for trajectory_id in group.trajectory_ids:
-                await store.record_event(
-                    "gradloc_quarantined", {"step": policy.version, "trajectory_id": trajectory_id}
-                )
 
     async def _skipped(self, ids: Sequence[str], policy: PolicyVersion, report: StepReport) -> None:
         self.skipped += 1
         self._why_skipped = report.skipped
-        fields = {
-            "step": policy.version,
-            "reason": report.skipped,
-            "saved": report.saved,
-            "removed": ", ".join(report.saves_removed),
-        }
-        await self._book.store.record_event("step_skipped", {**fields})
+        await self._log.skipped(policy, report)
         spike = report.gradloc is not None and report.gradloc.acted is Acted.SKIPPED and math.isfinite(report.grad_norm)
         reason = RejectReason.GRADIENT_SPIKE if spike else RejectReason.NON_FINITE
         await self._book.end_leased(
             [Ending(dispatch_id=i, reason=reason, detail=report.skipped, readmit=False) for i in ids]
         )
 
-    async def _tell_planted(self, report: StepReport) -> None:
-        """What was planted into the step's gradient, so that what is found can be held against it."""
-        for planted in report.planted:
-            kind = "fault_missed" if planted.missed else "fault_planted"
-            await self._book.store.record_event(kind, {"step": report.policy.version, **asdict(planted)})
-
     def _floor(self) -> int:
         """The oldest token version that step v + 1 may train on."""
         return max(0, self.policy.version - self._gate.max_staleness)
 
     async def _publish(self, policy: PolicyVersion) -> WeightManifest:
-        return await within(
-            self._trainer.publish(policy), self._deadlines.checkpoint_s, f"the trainer to publish {policy.key}"
-        )
+        publishing, limit_s = self._trainer.publish(policy), self._deadlines.checkpoint_s
+        return await within(publishing, limit_s, "deadlines.checkpoint_s", f"the trainer to publish {policy.key}")
 
     async def _transferred(self) -> None:
         progress = self._book.progress
@@ -253,11 +184,7 @@ class Training:
             trajectories_dropped=sum(len(h.trajectories) for h in batch) - len(report.trained_ids),
         )
         book.trained(request.policy.version, len(trained))
-        book.counts = await within(
-            book.store.acknowledge(commit),
-            self._deadlines.store_s,
-            f"the store to write the commit record of step {request.policy.version}",
-        )
+        book.recounts(await book.store.acknowledge(commit))
         await book.end_leased(
             [
                 _untrained(header.dispatch_id, quarantined=header.dispatch_id in report.quarantined_groups)
@@ -266,14 +193,19 @@ class Training:
         )
         book.ring()
 
+    async def _checkpointed(self, done: StepDone) -> StepDone:
+        begun = time.monotonic()
+        await self._checkpoint()
+        phases = replace(done.phases, checkpoint_s=time.monotonic() - begun)
+        return replace(done, phases=phases, checkpointed=True)
+
     async def _checkpoint(self) -> None:
-        await within(
-            self._checkpoints.save(self.policy), self._deadlines.checkpoint_s, f"the checkpoint of {self.policy.key}"
-        )
+        saving, limit_s = self._checkpoints.save(self.policy), self._deadlines.checkpoint_s
+        await within(saving, limit_s, "deadlines.checkpoint_s", f"the checkpoint of {self.policy.key}")
         self._saved = self.policy
 
 
 def _untrained(dispatch_id: str, *, quarantined: bool) -> Ending:
-    """Of a group in an applied step that nothing was trained on; its prompt comes again."""
+    """The end of a group in an applied step that nothing was trained on; its prompt comes again."""
     reason = RejectReason.QUARANTINED if quarantined else RejectReason.ALL_MASKED
     return Ending(dispatch_id=dispatch_id, reason=reason, detail="no token of it was left in the loss", readmit=True)

@@ -1,51 +1,24 @@
-"""The engine replicas of a run: which serve, under which policy, and what happens to one that fails.
+"""The engine replicas of a run: which serve, under which policy, and what episode workers know of them.
 
-Owns the slots. A replica is a slot plus an incarnation (one more at every restart). It serves when it has answered for
-the committed policy; a failing one is killed, its tainted tokens are remembered, and a new incarnation starts on the
-committed weights.
+Owns the slots. A replica serves when it has answered for the committed policy and every episode worker is connected to
+it. What becomes of one that fails is decided elsewhere (`orchestrator.weight_sync.lifecycle`).
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 from actors.ports import EnginePort, Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
 from orchestrator.deadlines import within
 from orchestrator.replicas.registration import Expectation, canary_gap, check_registration
+from orchestrator.replicas.replica import Replica
 from rollout.errors import ConcordError, ProcessLostError, WeightSyncError, first_error
 from rollout.types.generation import PauseMode
-from rollout.types.protocols import EngineLoad
-from rollout.types.trajectory import EngineTag
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 
-
-@dataclass(slots=True, kw_only=True)
-class Replica:
-    """One slot and its present incarnation."""
-
-    slot: int
-    incarnation: int = 0
-    port: EnginePort | None = None
-    tag: EngineTag | None = None
-    applied: PolicyVersion | None = None
-    """The policy it last answered for; None while it is starting or dead."""
-    tolerance_nats: float = 0.0
-    canary_gap_nats: float = 0.0
-    """Of its newest answer to a canary; infinity when it received other bytes than were published, or answered
-    nonsense."""
-    assigned: int = 0
-    """Groups handed out to it and not yet back."""
-    busy_s: float = 0.0
-    """Busy seconds of earlier incarnations."""
-    generated_tokens: int = 0
-    """Sampled tokens of earlier incarnations."""
-    metrics_address: str = ""
-    """host:port of the engine's own metrics; empty where it has none, and while it is dead."""
-    digest_mismatches: int = 0
-    """Updates of which it received other bytes than were published, over all incarnations."""
-    load: EngineLoad = field(default_factory=lambda: EngineLoad(running=0, busy_s=0.0, generated_tokens=0))
+HEALTH_S = 10.0
+"""A replica that does not say within this time how it is, is not well."""
 
 
 class Replicas:
@@ -55,10 +28,9 @@ class Replicas:
         self._fleet = fleet
         self._deadlines = deadlines
         self._expected = expected
-        self._slots = [Replica(slot=slot) for slot in range(expected.engine.replicas)]
+        self._slots = [Replica(slot) for slot in range(expected.engine.replicas)]
         self._workers: list[WorkerPort] = []
-        self.tainted: set[tuple[int, int, PolicyVersion]] = set()
-        """(slot, incarnation, policy) under which a failing replica may have sampled."""
+        self._tainted: set[tuple[int, int, PolicyVersion]] = set()
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._slots)
@@ -81,35 +53,49 @@ class Replicas:
 
     async def start(self, replica: Replica, manifest: WeightManifest) -> None:
         """Start a new incarnation of a slot on the weights of `manifest`; it gets no work before it is found to be what
-        the run expects.
+        the run expects, and every episode worker can reach it.
 
         Raises:
             ConcordError: it did not start, or is not what the run expects (`orchestrator.replicas.registration`).
         """
-        replica.incarnation += 1
-        replica.port = await self._fleet.new_engine(replica.slot)
-        started = await within(
-            replica.port.start(manifest), self._deadlines.engine_start_s, f"engine replica {replica.slot} to start"
-        )
-        gap = check_registration(f"engine replica {replica.slot}", manifest, self._expected, started)
-        replica.canary_gap_nats = gap
-        if replica.tolerance_nats == 0.0:
-            replica.tolerance_nats = 3.0 * max(gap, self._expected.weights.canary_floor_nats)
-        replica.tag, replica.metrics_address = started.tag, started.metrics_address
-        replica.applied = manifest.policy
-        for worker in self._workers:
-            await worker.connect(replica.slot, replica.port, started.tag)
+        limit_s, key = self._deadlines.engine_start_s, "deadlines.engine_start_s"
+        port = await within(self._fleet.new_engine(replica.slot), limit_s, key, f"a process for {replica.name}")
+        replica.begins(port)
+        started = await within(port.start(manifest), limit_s, key, f"{replica.name} to start")
+        gap = check_registration(replica.name, manifest, self._expected, started)
+        replica.has_started(started, gap, self._expected.weights.canary_floor_nats)
+        await self._connect_all(replica, port)
+        replica.is_ready(manifest.policy)
+
+    async def _connect_all(self, replica: Replica, port: EnginePort) -> None:
+        """Returns when every worker that is attached by then knows `replica`; one that is dead is replaced by who
+        collects from it, and its successor asks for itself."""
+        known: set[WorkerPort] = set()
+        while missing := [worker for worker in self._workers if worker not in known]:
+            await asyncio.gather(*(self._connect(worker, replica, port) for worker in missing))
+            known.update(missing)
+
+    async def _connect(self, worker: WorkerPort, replica: Replica, port: EnginePort) -> None:
+        if replica.tag is None:
+            return
+        connecting = worker.connect(replica.slot, port, replica.tag)
+        what = f"an episode worker to reach {replica.name}"
+        with suppress(ProcessLostError):
+            await within(connecting, self._deadlines.engine_start_s, "deadlines.engine_start_s", what)
 
     async def attach(self, worker: WorkerPort) -> None:
-        """Connect a new episode worker to every live replica."""
+        """Connect a new episode worker to every replica that has started; those that start later reach it too."""
         self._workers.append(worker)
         for replica in self._slots:
-            if replica.port is not None and replica.tag is not None and replica.applied is not None:
-                await worker.connect(replica.slot, replica.port, replica.tag)
+            known: EnginePort | None = None
+            while (port := replica.port) is not known and port is not None:  # another incarnation may come meanwhile
+                await self._connect(worker, replica, port)
+                known = port
 
     def detach(self, worker: WorkerPort) -> None:
         """Forget a dead episode worker."""
-        self._workers.remove(worker)
+        if worker in self._workers:
+            self._workers.remove(worker)
 
     async def update(self, replica: Replica, manifest: WeightManifest, mode: PauseMode) -> ApplyReport:
         """Bring one replica to `manifest` and verify it.
@@ -118,70 +104,68 @@ class Replicas:
             WeightSyncError: digest or canary differ.
             ConcordError: it failed or did not answer in time.
         """
-        if replica.port is None:
-            raise ProcessLostError(f"engine replica {replica.slot} has no process; it is being restarted")
-        answer = await within(
-            replica.port.update(manifest, mode),
-            self._deadlines.update_s,
-            f"engine replica {replica.slot} to apply {manifest.policy.key}",
-        )
-        if answer.report.digest != manifest.digest:
-            replica.canary_gap_nats = math.inf
-            replica.digest_mismatches += 1
-            raise WeightSyncError(
-                f"engine replica {replica.slot} received bytes with digest {answer.report.digest[:12]}, the trainer "
-                f"published {manifest.digest[:12]} as {manifest.policy.key}"
-            )
-        gap = replica.canary_gap_nats = canary_gap(manifest, answer.canary_logprobs)
-        if not gap <= replica.tolerance_nats:
-            raise WeightSyncError(
-                f"engine replica {replica.slot} answered the canary of {manifest.policy.key} {gap:.3g} nats a token "
-                f"away from the trainer (tolerance {replica.tolerance_nats:.3g}, 3 x its gap at start): its bytes "
-                "agree, what it computes does not"
-            )
-        replica.applied = manifest.policy
+        port = replica.port
+        if port is None:
+            raise ProcessLostError(f"{replica.name} has no process; it is being restarted")
+        what = f"{replica.name} to apply {manifest.policy.key}"
+        with replica.takes(manifest.policy):
+            answer = await within(port.update(manifest, mode), self._deadlines.update_s, "deadlines.update_s", what)
+            if answer.report.digest != manifest.digest:
+                replica.received_other_bytes()
+                raise WeightSyncError(
+                    f"{replica.name} received bytes with digest {answer.report.digest[:12]}, the trainer published "
+                    f"{manifest.digest[:12]} as {manifest.policy.key}"
+                )
+            gap = canary_gap(manifest, answer.canary_logprobs)
+            replica.answered(gap)
+            if not gap <= replica.tolerance_nats:
+                raise WeightSyncError(
+                    f"{replica.name} answered the canary of {manifest.policy.key} {gap:.3g} nats a token away from the "
+                    f"trainer (tolerance {replica.tolerance_nats:.3g}, 3 x its gap at start): its bytes agree, what it "
+                    "computes does not"
+                )
         return answer.report
 
-    async def retire(self, replica: Replica, suspects: Sequence[PolicyVersion] = ()) -> None:
-        """Kill the present incarnation; tokens that it sampled under `suspects` are tainted."""
-        self.tainted.update((replica.slot, replica.incarnation, policy) for policy in suspects)
-        port, replica.port, replica.applied, replica.assigned, replica.metrics_address = replica.port, None, None, 0, ""
-        replica.busy_s += replica.load.busy_s
-        replica.generated_tokens += replica.load.generated_tokens
-        replica.load = EngineLoad(running=0, busy_s=0.0, generated_tokens=0)
+    async def retire(self, replica: Replica) -> None:
+        """Kill the present incarnation."""
+        port = replica.goes()
         if port is not None:
             await port.kill()
 
+    def taint(self, slot: int, incarnation: int, policies: Sequence[PolicyVersion]) -> None:
+        """This incarnation failed verification: what it sampled under `policies` is not theirs."""
+        self._tainted.update((slot, incarnation, policy) for policy in policies)
+
+    def is_tainted(self, slot: int, incarnation: int, policies: frozenset[PolicyVersion]) -> bool:
+        """Whether an incarnation that failed verification sampled under one of `policies`."""
+        return any((slot, incarnation, policy) in self._tainted for policy in policies)
+
     def serving(self, committed: PolicyVersion) -> list[Replica]:
         """Replicas that have answered for the committed policy, or a newer one."""
-        return [r for r in self._slots if r.port is not None and r.applied is not None and r.applied >= committed]
+        return [replica for replica in self._slots if replica.serves(committed)]
 
-    async def poll(self, on_failure: Callable[[Replica, str], Awaitable[None]]) -> None:
-        """Check the health and take the load of every live replica once."""
-        await asyncio.gather(
-            *(
-                self._poll(replica, on_failure)
-                for replica in self._slots
-                if replica.port is not None and replica.applied is not None
-            )
-        )
+    async def poll(self, on_failure: Callable[[int, int, str], Awaitable[None]]) -> None:
+        """Check the health and take the load of every live replica once; `on_failure` gets slot, incarnation, reason of
+        each that is not well."""
+        started = [replica for replica in self._slots if replica.port is not None and replica.applied is not None]
+        await asyncio.gather(*(self._poll(replica, on_failure) for replica in started))
 
-    async def _poll(self, replica: Replica, on_failure: Callable[[Replica, str], Awaitable[None]]) -> None:
+    async def _poll(self, replica: Replica, on_failure: Callable[[int, int, str], Awaitable[None]]) -> None:
         port, incarnation = replica.port, replica.incarnation
         if port is None:
             return
         try:
-            healthy = await within(port.healthy(), 10.0, f"engine replica {replica.slot} to say that it is healthy")
-            load = await within(port.load(), 10.0, f"engine replica {replica.slot} to say its load")
+            healthy = await within(port.healthy(), HEALTH_S, "", f"{replica.name} to say that it is healthy")
+            load = await within(port.load(), HEALTH_S, "", f"{replica.name} to say its load")
             reason = "" if healthy else "its engine core is dead"
         except ConcordError as error:
             reason, load = str(error), replica.load
-        if replica.incarnation != incarnation or replica.port is not port:
+        if not replica.is_live(incarnation):
             return
-        replica.load = load
+        replica.reports(load)
         if reason:
-            await on_failure(replica, reason)
+            await on_failure(replica.slot, incarnation, reason)
 
     def busy_s(self) -> Mapping[int, float]:
         """Busy seconds by slot since the start of the run."""
-        return {replica.slot: replica.busy_s + replica.load.busy_s for replica in self._slots}
+        return {replica.slot: replica.busy_s for replica in self._slots}

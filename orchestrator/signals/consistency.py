@@ -1,9 +1,9 @@
 """Reduces what audits found to declared columns and to the summary. Of several replicas the worst is shown; per-replica
 numbers are in the events."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from orchestrator.loop.auditing import Consistency, ConsistencySums
+from orchestrator.loop.auditing import AuditSums, Consistency
 from trainer.consistency.service.report import ReplicaGap
 from trainer.types.step import Verdict
 
@@ -13,10 +13,11 @@ UNKNOWN = -1.0
 
 def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str, float]:
     """The consistency columns of a metric row; without a service all is as before the first audit."""
-    sums = ConsistencySums() if consistency is None else consistency.sums
-    gaps = [gap for gap in sums.gaps.values() if gap.num_tokens]
+    sums = AuditSums() if consistency is None else consistency.sums
+    newest = {} if consistency is None else consistency.gaps.newest
+    gaps = [gap for gap in newest.values() if gap.num_tokens]
     multiples = (
-        [] if consistency is None else [m for gap in gaps if (m := consistency.baseline_multiple(gap)) is not None]
+        [] if consistency is None else [m for gap in gaps if (m := consistency.gaps.baseline_multiple(gap)) is not None]
     )
     return {
         "consistency_gap_mean": _worst(gaps, lambda gap: gap.mean_abs),
@@ -24,9 +25,9 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
         "consistency_gap_ess": min((gap.ess for gap in gaps), default=UNKNOWN),
         "consistency_gap_tail": _worst(gaps, lambda gap: gap.outside_factor_two),
         "consistency_baseline_multiple": max(multiples, default=UNKNOWN),
-        **routing_columns(sums),
+        **routing_columns(newest),
         "consistency_audited_groups": sums.audited,
-        "consistency_skipped_groups": sums.skipped,
+        "consistency_skipped_groups": 0 if consistency is None else consistency.queue.skipped,
         "consistency_masked": sums.verdicts[Verdict.MASK],
         "consistency_rejected": sums.verdicts[Verdict.REJECT],
         "consistency_quarantined": sums.verdicts[Verdict.QUARANTINE],
@@ -38,10 +39,10 @@ def consistency_row(consistency: Consistency | None, wall_s: float) -> dict[str,
     }
 
 
-def routing_columns(sums: ConsistencySums) -> dict[str, float]:
+def routing_columns(newest: Mapping[int, ReplicaGap]) -> dict[str, float]:
     """Of the newest audit: the largest mismatch among replicas that returned routing, the least coverage among those
     that should have."""
-    routings = [gap.routing for gap in sums.gaps.values() if gap.routing is not None]
+    routings = [gap.routing for gap in newest.values() if gap.routing is not None]
     compared = [routing for routing in routings if routing.num_rows]
     return {
         "consistency_routing_mismatch": max((routing.mismatch for routing in compared), default=UNKNOWN),
@@ -58,11 +59,11 @@ def consistency_summary(consistency: Consistency | None) -> dict[str, object]:
     return {
         "mode": consistency.mode,
         "audited_groups": sums.audited,
-        "skipped_groups": sums.skipped,
+        "skipped_groups": consistency.queue.skipped,
         "verdicts": dict(sums.verdicts),
-        "findings": dict(sums.findings),
+        "findings": dict(consistency.gaps.findings),
         "degraded_steps": sums.degraded_steps,
-        "gap_mean_nats": {str(slot): gap.mean_abs for slot, gap in sorted(sums.gaps.items())},
+        "gap_mean_nats": {str(slot): gap.mean_abs for slot, gap in sorted(consistency.gaps.newest.items())},
     }
 
 

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from orchestrator.config import RunConfig
-from orchestrator.loop.loop import Loop
-from orchestrator.loop.training import StepDone
+from orchestrator.loop.parts import LoopParts
 from orchestrator.metrics.blocks import block_values
 from orchestrator.metrics.catalogue import CATALOGUE, ROW_METRICS
 from orchestrator.metrics.consistency import DRIFTS, REASONS
@@ -19,6 +18,7 @@ from orchestrator.metrics.learning import CULPRIT_TYPES, SEARCH_OUTCOMES
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.system import PHASES, TRAINER_PHASES
 from orchestrator.metrics.types import MAX_REWARD_PARTS, OTHER, Extent
+from orchestrator.observers import StepDone
 from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.replicas import replica_numbers
 from orchestrator.signals.rows import Signals
@@ -32,7 +32,7 @@ Numbers = dict[str, dict[LabelValues, float]]
 class LiveSignals:
     """Of one loop, from its beginning to its end."""
 
-    def __init__(self, config: RunConfig, loop: Loop, signals: Signals, memory: PeakMemory) -> None:
+    def __init__(self, config: RunConfig, loop: LoopParts, signals: Signals, memory: PeakMemory) -> None:
         self._loop, self._signals, self._memory = loop, signals, memory
         self._environment, self._max_staleness = config.environment.type, config.staleness.max_staleness
         self._opening: Counts = loop.book.counts
@@ -74,7 +74,7 @@ class LiveSignals:
 
     def took(self, cpu_s: float) -> None:
         """So many CPU seconds of the driver went into all this."""
-        self._loop.accounts.observing_cpu_s += cpu_s
+        self._loop.accounts.observing_took(cpu_s)
 
     def snapshot(self, row: Mapping[str, float] | None = None) -> Snapshot:
         """All values now. With the row of a step that has just ended, its columns are those of the row."""
@@ -114,7 +114,7 @@ class LiveSignals:
             "concord_trained_tokens_total": {(): float(loop.accounts.trained_tokens)},
             "concord_steps_total": {("applied",): float(self._steps), ("skipped",): float(loop.training.skipped)},
             "concord_restarts_total": {
-                ("replica",): float(loop.supervision.restarts),
+                ("replica",): float(loop.lifecycle.restarts),
                 ("worker",): float(loop.collection.restarts),
                 ("auditor",): 0.0 if loop.consistency is None else float(loop.consistency.sums.restarts),
             },
@@ -126,7 +126,7 @@ class LiveSignals:
             "running": len(loop.book.pool.running),
             "ready": len(loop.book.pool.ready),
             "again": len(loop.book.readmissions),
-            "audit": 0 if loop.consistency is None else loop.consistency.num_waiting,
+            "audit": 0 if loop.consistency is None else len(loop.consistency.queue),
             "publication": loop.publisher.num_waiting,
         }
         return {
@@ -147,7 +147,7 @@ class LiveSignals:
         return {"concord_evaluation_score": {(evaluation.configuration(),): evaluation.newest.score}}
 
     def _searches(self) -> Numbers:
-        kept = self._loop.training.searches
+        kept = self._loop.searches
         return {
             "concord_gradloc_searches_total": _by(SEARCH_OUTCOMES, kept.outcomes),
             "concord_gradloc_culprits_total": _by(CULPRIT_TYPES, kept.types),
@@ -165,7 +165,7 @@ class LiveSignals:
         return {
             "concord_verdicts_total": _by(Verdict, sums.verdicts),
             "concord_verdict_reasons_total": _by(REASONS, reasons),
-            "concord_consistency_findings_total": _by(Cause, sums.findings),
+            "concord_consistency_findings_total": _by(Cause, self._loop.consistency.gaps.findings),
             "concord_tokenizer_drift_total": _by(DRIFTS, {kind: sums.reasons[f"drift_{kind}"] for kind in DRIFTS}),
             "concord_audited_tokens_total": {(): float(sums.scored_tokens)},
         }

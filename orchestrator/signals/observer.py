@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from orchestrator.exporters.prometheus import Exporter
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.exporters.trackers import Trackers
-from orchestrator.loop.training import StepDone
 from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.observers import StepDone
 from orchestrator.run_dir.side_files import SideFiles
 from orchestrator.signals.live import LiveSignals
 from rollout.errors import ConcordError, boundary

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 
 from orchestrator.loop.auditing import Consistency
 from orchestrator.metrics.distributions import LabelValues
-from orchestrator.replicas.replicas import Replica, Replicas
+from orchestrator.replicas.replica import Replica
+from orchestrator.replicas.replicas import Replicas
 from trainer.consistency.service.report import ReplicaGap
 from trainer.types.evidence import Cause
 
@@ -20,9 +21,7 @@ def replica_numbers(replicas: Replicas, consistency: Consistency | None) -> dict
         "concord_replica_canary_gap_nats": _each(known, lambda r: r.canary_gap_nats),
         "concord_replica_canary_tolerance_nats": _each(known, lambda r: r.tolerance_nats),
         "concord_digest_mismatches_total": _each(replicas, lambda r: float(r.digest_mismatches)),
-        "concord_generated_tokens_total": _each(
-            replicas, lambda r: float(r.generated_tokens + r.load.generated_tokens)
-        ),
+        "concord_generated_tokens_total": _each(replicas, lambda r: float(r.sampled_tokens)),
         **({} if consistency is None else _audited(consistency)),
     }
 
@@ -32,15 +31,17 @@ def _each(replicas: Iterable[Replica], value: Callable[[Replica], float]) -> dic
 
 
 def _audited(consistency: Consistency) -> dict[str, dict[LabelValues, float]]:
-    gaps = [gap for gap in consistency.sums.gaps.values() if gap.num_tokens]
+    gaps = [gap for gap in consistency.gaps.newest.values() if gap.num_tokens]
     routed = [(str(gap.replica), gap.routing) for gap in gaps if gap.routing is not None]
     baselines = [
         (str(gap.replica), baseline.mean_abs)
         for gap in gaps
-        if (baseline := consistency.baseline_of(gap.replica)) is not None
+        if (baseline := consistency.gaps.baseline_of(gap.replica)) is not None
     ]
     multiples = [
-        (str(gap.replica), multiple) for gap in gaps if (multiple := consistency.baseline_multiple(gap)) is not None
+        (str(gap.replica), multiple)
+        for gap in gaps
+        if (multiple := consistency.gaps.baseline_multiple(gap)) is not None
     ]
     return {
         "concord_replica_gap_nats": {

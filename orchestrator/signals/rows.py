@@ -8,9 +8,9 @@ import numpy as np
 
 from orchestrator.dispatch.accounts import Stage
 from orchestrator.loop.evaluation import NO_SCORE
-from orchestrator.loop.loop import Loop
-from orchestrator.loop.training import StepDone
+from orchestrator.loop.parts import LoopParts
 from orchestrator.metrics.learning import SEARCH_OUTCOMES
+from orchestrator.observers import StepDone
 from orchestrator.run_dir.layout import RunDir, write_atomic
 from orchestrator.run_dir.search_records import SearchRecords
 from orchestrator.signals.consistency import consistency_row, consistency_summary
@@ -21,7 +21,7 @@ from rollout.types.dispatch import Totals
 class Signals:
     """Observes one loop. Never blocks it."""
 
-    def __init__(self, loop: Loop, before: Totals) -> None:
+    def __init__(self, loop: LoopParts, before: Totals) -> None:
         self._loop = loop
         self._before = before
         self._totals = before
@@ -116,7 +116,7 @@ class Signals:
         loop, counts = self._loop, self._loop.book.counts
         return {
             "skipped_steps": loop.training.skipped,
-            **_searches(loop.training.searches),
+            **_searches(loop.searches),
             "dispatched": counts.total,
             "trained": counts.trained + sum(n for _, n in counts.trained_held),
             "rejected": sum(n for _, n in counts.rejected),
@@ -132,7 +132,7 @@ class Signals:
             "update_pause_seconds": loop.accounts.pauses[-1] if loop.accounts.pauses else 0.0,
             "engine_busy": self.engine_busy(),
             "trainer_busy": loop.accounts.trainer_busy_s / max(1e-9, time.monotonic() - self._begun),
-            "replica_restarts": loop.supervision.restarts,
+            "replica_restarts": loop.lifecycle.restarts,
             "worker_restarts": loop.collection.restarts,
             "side_file_failures": loop.book.side_files.failures,
             "observing_cpu_seconds": loop.accounts.observing_cpu_s,
@@ -187,7 +187,7 @@ class Signals:
             "trainer_busy": accounts.trainer_busy_s / wall,
             "wall_s": wall,
             "peak_rss_mb": memory.peak_mb(),
-            "replica_restarts": loop.supervision.restarts,
+            "replica_restarts": loop.lifecycle.restarts,
             "worker_restarts": loop.collection.restarts,
             "skipped_steps": loop.training.skipped,
             "metrics_url": metrics_url,

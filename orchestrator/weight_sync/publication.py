@@ -1,65 +1,80 @@
 """From a manifest to a committed version: the only edge of the loop that goes back.
 
-Consumes manifests from the training loop; has every live replica apply and verify them; commits the ledger when all
-healthy replicas have answered; retires and restarts those that fail. Waits for engines. With weights on disk it never
-makes the trainer wait; what travels from GPU to GPU must not change on its way, so the trainer then waits for
-`transferred`. Publications are serial. A waiting manifest is superseded by a newer one, except in deterministic mode,
-where every version is applied in turn after the engines have drained.
+Consumes manifests from the training loop; has every serving replica apply and verify them; commits the ledger when
+those that answered suffice. A straggler does not hold the version of the others back: it gets no work until it has
+caught up. Waits for engines. With weights on disk it never makes the trainer wait; what travels from GPU to GPU must
+not change on its way, so the trainer then waits for `transferred`. Publications are serial. A waiting manifest is
+superseded by a newer one, except in deterministic mode, where every version is applied in turn after the engines have
+drained.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
-from orchestrator.replicas.replicas import Replica, Replicas
+from orchestrator.observers import Observers
+from orchestrator.replicas.replica import Replica
+from orchestrator.replicas.replicas import Replicas
+from orchestrator.weight_sync.committed import CommittedWeights
+from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
 from orchestrator.weight_sync.transfer import Transfer
 from rollout.errors import ConcordError, WeightSyncError
 from rollout.types.dispatch import LedgerEntry
-from rollout.types.generation import PauseMode
 from rollout.types.protocols import Store
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 
 MAX_TRIES = 3
 """How often a publication is tried while all replicas that take it die of it."""
 
+Answer = ApplyReport | ConcordError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationRules:
+    """When a version may be committed."""
+
+    every_version: bool
+    """Deterministic mode: no version is superseded, and all replicas must answer."""
+    quorum: int
+    """Replicas that must have answered before a version is committed without its stragglers."""
+    straggler_s: float
+    """A replica that has not answered by then is a straggler."""
+
 
 class Publisher:
-    """Owns the committed policy of the run."""
+    """Owns the publications of a run."""
 
     def __init__(
         self,
         *,
         replicas: Replicas,
+        lifecycle: ReplicaLifecycle,
+        weights: CommittedWeights,
         store: Store,
-        first: WeightManifest,
-        mode: PauseMode,
-        on_commit: Callable[[list[ApplyReport]], Awaitable[None]],
-        on_failure: Callable[[Replica, str, tuple[PolicyVersion, ...]], Awaitable[None]],
+        rules: PublicationRules,
+        observers: Observers,
         transfer: Transfer | None = None,
+        gates: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        self._replicas = replicas
-        self._store = store
-        self._mode = mode
-        self._on_commit = on_commit
-        self._on_failure = on_failure
-        self._transfer = transfer
+        """`gates` are awaited before each update, in their order."""
+        self._replicas, self._lifecycle, self._weights, self._store = replicas, lifecycle, weights, store
+        self._rules, self._observers, self._transfer, self._gates = rules, observers, transfer, gates
         self._settled = asyncio.Event()
         self._waiting: deque[WeightManifest] = deque()
         self._offered = asyncio.Event()
-        self._joined = asyncio.Event()
-        self._held: Counter[PolicyVersion] = Counter()
-        self._weights_lock = asyncio.Lock()
-        self.committed = first
-        """The manifest that new incarnations start on."""
         self.superseded = 0
-        self.ready_to_apply: Callable[[], Awaitable[None]] | None = None
-        """Awaited before each update. Deterministic mode: until nothing runs and nothing may start; with evaluations:
-        until version 0 is scored."""
+        self.stragglers = 0
+        """How often a version was committed without a replica that had not answered in time."""
+
+    @property
+    def committed(self) -> WeightManifest:
+        """The newest version of the ledger."""
+        return self._weights.manifest
 
     def offer(self, manifest: WeightManifest) -> None:
         """A newer policy is on disk."""
-        if self._mode is not PauseMode.DRAIN:
+        if not self._rules.every_version:
             self.superseded += len(self._waiting)
             self._waiting.clear()
         self._waiting.append(manifest)
@@ -78,94 +93,70 @@ class Publisher:
             await self._offered.wait()
             self._offered.clear()
             while self._waiting:
-                if self.ready_to_apply is not None:
-                    await self.ready_to_apply()
-                await self._a_replica_serves()
+                for gate in self._gates:
+                    await gate()
+                await self._lifecycle.a_replica_serves()
                 manifest = self._waiting.popleft()
-                with self._hold(manifest.policy):
+                with self._weights.hold(manifest.policy):
                     await self._publish(manifest)
             self._settled.set()
 
-    async def _a_replica_serves(self) -> None:
-        while not self._replicas.serving(self.committed.policy):
-            self._joined.clear()
-            await self._joined.wait()
-
     async def _publish(self, manifest: WeightManifest) -> None:
-        """Bring every live replica to `manifest`. Replicas that die of it come back; the manifest is then tried again,
-        unless a newer one waits."""
-        failures: list[ConcordError] = []
+        """Bring every serving replica to `manifest`. Replicas that die of it come back; the manifest is then tried
+        again, unless a newer one waits."""
+        answers: list[Answer] = []
         for _ in range(MAX_TRIES):
-            async with self._weights_lock:
-                live = self._replicas.serving(self.committed.policy)
-                answers = await self._update_all(live, manifest)
-                reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
-                if reports:
-                    await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
-                    self.committed = manifest
+            answers = await self._update_all(self._replicas.serving(self._weights.policy), manifest)
+            reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
             if reports:
-                await self._on_commit(reports)
+                await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
+                self._weights.move_to(manifest)
+                self._lifecycle.committed()
+                self._observers.version_committed(manifest.policy, reports)
                 return
-            failures = [answer for answer in answers if isinstance(answer, ConcordError)]
-            if any(isinstance(failure, WeightSyncError) for failure in failures):
+            if any(isinstance(answer, WeightSyncError) for answer in answers):
                 break
-            await self._a_replica_serves()
-            if self._waiting and self._mode is not PauseMode.DRAIN:
+            await self._lifecycle.a_replica_serves()
+            if self._waiting and not self._rules.every_version:
                 return
         raise WeightSyncError(
-            f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, failures)) or 'none is alive'}"
+            f"no engine replica took over {manifest.policy.key}: {'; '.join(map(str, answers)) or 'none is alive'}"
         )
 
-    async def _update_all(self, live: Sequence[Replica], manifest: WeightManifest) -> list[ApplyReport | ConcordError]:
-        """The answer of each replica; with a GPU transport the trainer sends meanwhile.
+    async def _update_all(self, serving: Sequence[Replica], manifest: WeightManifest) -> list[Answer]:
+        """What the replicas answered; with a GPU transport the trainer sends meanwhile, and nobody can be left behind.
 
         Raises:
             WeightSyncError: the trainer could not send: whoever waited for the rest can only be ended.
         """
-        if self._transfer is None or not live:
-            return await asyncio.gather(*(self._update(replica, manifest) for replica in live))
-        announced = await self._transfer.announce(manifest, live)
-        updates = asyncio.gather(*(self._update(replica, announced) for replica in live))
+        if self._transfer is None or not serving:
+            return await self._until_enough([self._lifecycle.update(replica, manifest) for replica in serving])
+        announced = await self._transfer.announce(manifest, serving)
+        updates = [self._lifecycle.update(replica, announced) for replica in serving]
         try:
             await self._transfer.send(announced)
-            return await updates
+            return [await update for update in updates]
         finally:
-            updates.cancel()
+            for update in updates:
+                update.cancel()
 
-    async def _update(self, replica: Replica, manifest: WeightManifest) -> ApplyReport | ConcordError:
-        incarnation = replica.incarnation
-        try:
-            return await self._replicas.update(replica, manifest, self._mode)
-        except ConcordError as error:
-            if replica.incarnation == incarnation and replica.port is not None:
-                await self._on_failure(replica, str(error), (manifest.policy,))
-            return error
-
-    async def restart(self, replica: Replica) -> None:
-        """Start a new incarnation of a retired slot on the committed weights, and catch up with what was committed
-        meanwhile."""
-        first = self.committed
-        with self._hold(first.policy):
-            await self._replicas.start(replica, first)
-        async with self._weights_lock:
-            if replica.applied != self.committed.policy:
-                await self._replicas.update(replica, self.committed, self._mode)
-        self._joined.set()
-
-    @contextmanager
-    def _hold(self, policy: PolicyVersion) -> Generator[None]:
-        """Keep the weights of `policy` on disk while a replica reads them."""
-        self._held += Counter((policy,))
-        try:
-            yield
-        finally:
-            self._held -= Counter((policy,))
+    async def _until_enough(self, updates: Sequence[asyncio.Task[Answer]]) -> list[Answer]:
+        """Answers of all replicas, or of a quorum once the others are stragglers: these go on by themselves."""
+        if not updates:
+            return []
+        limit_s = None if self._rules.every_version else self._rules.straggler_s
+        done, pending = await asyncio.wait(updates, timeout=limit_s)
+        while pending and sum(isinstance(update.result(), ApplyReport) for update in done) < self._rules.quorum:
+            more, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        self.stragglers += len(pending)
+        return [update.result() for update in done]
 
     @property
     def num_waiting(self) -> int:
         """Versions that no engine has been asked to take yet."""
         return len(self._waiting)
 
-    def held(self) -> set[PolicyVersion]:
+    def in_use(self) -> set[PolicyVersion]:
         """Policies whose published weights a replica may still ask for."""
-        return {self.committed.policy, *(m.policy for m in self._waiting), *self._held}
+        return {*self._weights.in_use(), *(manifest.policy for manifest in self._waiting)}

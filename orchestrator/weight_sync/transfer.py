@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from actors.ports import TrainerPort
 from orchestrator.config import RunConfig
 from orchestrator.deadlines import within
-from orchestrator.replicas.replicas import Replica
+from orchestrator.replicas.replica import Replica
 from rollout.config import VllmConfig
 from rollout.errors import ConcordError, WeightSyncError
 from rollout.types.weights import Transport, WeightManifest
@@ -62,7 +62,8 @@ class GpuTransfer:
 
     async def _ask(self, answer: Awaitable[T], verb: str, manifest: WeightManifest) -> T:
         try:
-            return await within(answer, self._deadline_s, f"the trainer to {verb} {manifest.policy.key}")
+            what = f"the trainer to {verb} {manifest.policy.key}"
+            return await within(answer, self._deadline_s, "deadlines.update_s", what)
         except ConcordError as error:
             raise WeightSyncError(
                 f"the trainer could not {verb} {manifest.policy.key} from GPU to GPU: {error}; resume the run, and if"

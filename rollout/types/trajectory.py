@@ -197,6 +197,8 @@ class GroupHeader:
     reward_s: float
     num_bytes: int
     """Size of the encoded group."""
+    incarnation: int = 0
+    """Of the replica, as the driver counts them in this trainer epoch; 0: an incarnation of an earlier one."""
 
     @property
     def policies(self) -> frozenset[PolicyVersion]:

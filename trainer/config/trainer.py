@@ -323,6 +323,12 @@ class WeightsConfig(Section):
     """How the bytes travel; `nccl` and `ipc` are for vLLM on GPUs."""
     shard_bytes: PositiveInt = 512 * 1024 * 1024
     """Published files hold at most this much, so that no more is ever gathered at once."""
+    straggler_s: PositiveFloat = 30.0
+    """A replica that has not taken over a new version after this long is a straggler: the version is committed without
+    it, and it gets no work until it has caught up. Not with a GPU transport, in which all replicas take part, and not
+    in deterministic mode."""
+    quorum: PositiveInt = 1
+    """Replicas that must have taken over a version before it is committed without its stragglers."""
     canary_floor_nats: PositiveFloat = 1e-5
     """The canary's tolerance is 3 x max(gap at start, this): mean |log-prob difference|."""
     canary_ceiling_nats: PositiveFloat = 0.05

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
-from orchestrator.launch.launch import Inputs, checked_prompts, training_source
+from orchestrator.launch.inputs import Inputs, checked_prompts, training_source
 from rollout.engines.registry import build_engine
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import EpisodeSettings

@@ -24,7 +24,7 @@ def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
         "engine": {"type": "scripted"},
         "trainer": {"type": "scripted", "checkpoint": {"every_steps": 3}},
         "consistency": {"mode": "off"},
-        "deadlines": {"health_interval_s": 0.02},
+        "deadlines": {"health_interval_s": 0.02, "restart_pause_s": 0.01},
     }
     return parse_config(document, "test", overrides)
 

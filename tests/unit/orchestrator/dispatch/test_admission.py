@@ -45,5 +45,7 @@ def test_a_trained_group_takes_room_until_its_version_is_committed() -> None:
 
 
 def test_work_goes_to_the_replica_with_the_least_of_it() -> None:
-    busy, idle = Replica(slot=0, assigned=3), Replica(slot=1)
+    busy, idle = Replica(0), Replica(1)
+    for _ in range(3):
+        busy.takes_group()
     assert spread(range(4), [busy, idle]) == [1, 1, 1, 0]

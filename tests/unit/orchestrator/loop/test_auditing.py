@@ -16,11 +16,14 @@ from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config
+from orchestrator.dispatch.staleness import Pool
 from orchestrator.launch.launch import drive
+from orchestrator.loop.audit_queue import AuditQueue
 from orchestrator.run_dir.layout import RunDir, create_run_dir
 from rollout.errors import ConcordError
 from rollout.store.sqlite.reader import open_reader
 from rollout.types.trajectory import Annotation, StoredGroups, Trajectory
+from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.service.auditor import Auditor
@@ -233,11 +236,14 @@ def test_what_a_replay_covered_is_logged_with_its_step(tmp_path: Path) -> None:
 
 
 def test_the_same_groups_are_audited_whatever_happened_before(tmp_path: Path) -> None:
-    from orchestrator.loop.auditing import _share
+    def chosen() -> list[bool]:
+        queue = AuditQueue(
+            ConsistencyConfig(mode="audit", audit_fraction=0.1), 7, Pool(), [PolicyVersion(1, 0)], lambda replica: True
+        )
+        return [queue.is_in_the_share(f"d{number:08d}") for number in range(2000)]
 
-    shares = [_share(7, f"d{number:08d}") for number in range(2000)]
-    assert shares == [_share(7, f"d{number:08d}") for number in range(2000)]
-    assert 0.08 < sum(share < 0.1 for share in shares) / 2000 < 0.12
+    assert chosen() == chosen()
+    assert 0.08 < sum(chosen()) / 2000 < 0.12
 
 
 def test_a_service_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 hears of them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from orchestrator.exporters.tracker_tags import STEPS, Points
 from orchestrator.exporters.trackers import Trackers
 from orchestrator.launch.launch import drive
 from orchestrator.loop.evaluation import Evaluation
+from orchestrator.observers import Observers
 from orchestrator.replicas.replicas import Replica
 from orchestrator.run_dir.layout import create_run_dir
 from orchestrator.signals.observer import NO_SINKS, Sinks
@@ -184,7 +186,7 @@ class Room:
 
     def __init__(self, version: int, *ports: Replica) -> None:
         self.policy, self.digest = PolicyVersion(1, version), "d" * 64
-        self.committed = self.store = self
+        self.manifest = self.store = self
         self.progress = Progress(lambda: 0.0)
         self.ports = list(ports)
         self.told: asyncio.Queue[str] = asyncio.Queue()
@@ -204,14 +206,25 @@ class Room:
     async def record_event(self, kind: str, fields: dict[str, Any]) -> None:
         self.told.put_nowait(kind)
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self, fingerprints: Sequence[str] = ()) -> Evaluation:
         room: Any = self
-        return Evaluation(config=EvaluationConfig(every_steps=4), fleet=room, replicas=room, book=room, publisher=room)
+        return Evaluation(
+            config=EvaluationConfig(every_steps=4),
+            fleet=room,
+            replicas=room,
+            book=room,
+            weights=room,
+            observers=Observers(),
+            fingerprints=fingerprints,
+        )
 
 
 def a_replica() -> Replica:
-    serving: Any = object()
-    return Replica(slot=0, port=serving, tag=serving)
+    serving: Any = SimpleNamespace(tag="tag", metrics_address="")
+    replica = Replica(0)
+    replica.begins(serving)
+    replica.has_started(serving, 0.0, 1e-5)
+    return replica
 
 
 def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
@@ -224,7 +237,7 @@ def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
                 await asyncio.sleep(0)
             assert room.told.empty()
             room.ports.append(a_replica())
-            evaluation.ring()
+            evaluation.replica_serves(0)
             assert await room.told.get() == "evaluation"
         running.cancel()
 
@@ -232,8 +245,7 @@ def test_a_replica_that_begins_to_serve_wakes_an_evaluation_that_found_none():
 
 
 def test_a_configuration_that_a_resume_changes_is_counted_as_a_change():
-    evaluation = Room(8).evaluation()
-    evaluation.goes_on(["a", "a", "b"])
+    evaluation = Room(8).evaluation(["a", "a", "b"])
     assert (evaluation.changes, evaluation.configuration()) == (1, "1")
 
 

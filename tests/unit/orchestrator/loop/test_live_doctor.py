@@ -9,10 +9,11 @@ import pytest
 from support.loop.doctor_runs import MadeUpRun, healthy, rescore
 
 from orchestrator.doctor.diagnosis import diagnose
-from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_EVENTS, MAX_ROWS, Fields, LiveDoctor
+from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_EVENTS, MAX_ROWS, LiveDoctor
 from orchestrator.metrics.causes import Cause
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.system import NO_CAUSE
+from orchestrator.observers import EventFields
 from rollout.types.dispatch import Counts
 
 
@@ -110,7 +111,7 @@ def test_what_went_wrong_early_stays_found_however_long_the_loop_goes_on(
         for row in run.rows:
             doctor.step(row, Counts(), [])
             if (event := events.get(int(row["step"]))) is not None:
-                doctor.event(event.kind, cast(Fields, event.fields))
+                doctor.event_recorded(event.kind, cast(EventFields, event.fields))
             if row["step"] % 50 == 0:
                 await doctor.look()
 
@@ -142,7 +143,7 @@ def test_a_new_primary_finding_is_told_once_and_exported():
     doctor = LiveDoctor(told.record)
     for row in healthy(0).rows:
         doctor.step(row, Counts(), [])
-    doctor.event(
+    doctor.event_recorded(
         "consistency_finding",
         {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
     )
@@ -159,12 +160,12 @@ def test_many_events_of_one_kind_displace_no_other_kind():
     doctor = LiveDoctor(told.record)
     for row in healthy(0).rows:
         doctor.step(row, Counts(), [])
-    doctor.event(
+    doctor.event_recorded(
         "consistency_finding",
         {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
     )
     for _ in range(MAX_EVENTS):
-        doctor.event("evaluation", {"score": None})
+        doctor.event_recorded("evaluation", {"score": None})
     asyncio.run(doctor.look())
     assert [fields["cause"] for _, fields in told.events] == ["version_tag"]
 
@@ -182,7 +183,7 @@ def test_every_layer_with_a_finding_is_shown_and_the_primary_one_named():
     doctor = LiveDoctor(Told().record)
     for index, row in enumerate(healthy(0).rows):
         doctor.step(row, Counts(failed=(("reward_raised", 5 * index),)), [])
-    doctor.event(
+    doctor.event_recorded(
         "consistency_finding",
         {"cause": "version_tag", "replica": 0, "gap_nats": 0.2, "explained": 1.0, "codes": "gap_mean", "detail": "x"},
     )

@@ -15,7 +15,7 @@ from support.loop.loop_case import Case, assert_accounted, config_of
 
 from orchestrator.config import RunConfig
 from orchestrator.deadlines import Progress
-from orchestrator.loop.training import StepPhases, Training
+from orchestrator.loop.training import Training
 from rollout.errors import ConcordError, DeadlineError, ProcessLostError, WeightSyncError
 from rollout.store.sqlite.reader import open_reader
 from rollout.types.dispatch import Dispatch, DispatchState
@@ -310,9 +310,9 @@ class OnlySkips(Training):
         self.progress = Progress(lambda: self.now)
         none: Any = None
         book: Any = SimpleNamespace(progress=self.progress)
-        start: Any = SimpleNamespace(policy=PolicyVersion(1, 0))
+        publisher: Any = SimpleNamespace(committed=SimpleNamespace(policy=PolicyVersion(1, 0)))
         super().__init__(
-            trainer=none, book=book, gate=none, publisher=none, checkpoints=none, deadlines=none, start=start
+            trainer=none, book=book, gate=none, publisher=publisher, checkpoints=none, deadlines=none, log=none
         )
 
     async def _batch(self, stop: asyncio.Event) -> tuple[GroupHeader, ...]:
@@ -320,7 +320,7 @@ class OnlySkips(Training):
         header: Any = object()
         return () if len(self.silences) > 5 else (header,)
 
-    async def _step(self, batch: Sequence[GroupHeader], phases: StepPhases) -> None:
+    async def _step(self, batch: Sequence[GroupHeader], waited_s: float) -> None:
         self.now += 100.0
 
 

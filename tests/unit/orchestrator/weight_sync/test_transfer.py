@@ -17,10 +17,13 @@ from support.paths import MODEL
 from actors.ports import Fleet, Started, TrainerPort, Updated
 from orchestrator.config import DeadlinesConfig, parse_config
 from orchestrator.launch.launch import drive
+from orchestrator.observers import Observers
 from orchestrator.replicas.registration import Expectation
 from orchestrator.replicas.replicas import Replica, Replicas
 from orchestrator.run_dir.layout import create_run_dir
-from orchestrator.weight_sync.publication import Publisher
+from orchestrator.weight_sync.committed import CommittedWeights
+from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
+from orchestrator.weight_sync.publication import PublicationRules, Publisher
 from orchestrator.weight_sync.transfer import GpuTransfer, Transfer
 from rollout.config import SamplingConfig, ScriptedConfig
 from rollout.engines.vllm.transfer import Rendezvous, init_info
@@ -136,26 +139,33 @@ def publish(
         replicas = Replicas(cast(Fleet, ports), DeadlinesConfig(), expected)
         await replicas.start_all(first)
 
-        async def ignore(*_: object) -> None:
-            return None
-
-        store = cast(Store, ledger)
+        store, weights, observers = cast(Store, ledger), CommittedWeights(first), Observers()
+        lifecycle = ReplicaLifecycle(
+            replicas=replicas,
+            weights=weights,
+            store=store,
+            mode=PauseMode.RECOMPUTE,
+            deadlines=DeadlinesConfig(),
+            observers=observers,
+        )
         publisher = Publisher(
             replicas=replicas,
+            lifecycle=lifecycle,
+            weights=weights,
             store=store,
-            first=first,
-            mode=PauseMode.RECOMPUTE,
-            on_commit=ignore,
-            on_failure=ignore,
+            rules=PublicationRules(every_version=False, quorum=1, straggler_s=DEADLINE_S),
+            observers=observers,
             transfer=transfer,
         )
+        owner = asyncio.create_task(lifecycle.run())
         running = asyncio.create_task(publisher.run())
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await work(publisher, ports, ledger, running)
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            for task in (running, owner):
+                task.cancel()
+            await asyncio.gather(running, owner, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -230,7 +240,7 @@ def test_ipc_is_exported_before_engines_apply_and_nccl_sent_while_they_do() -> N
         trainer = Trainer(transport)
         trainer.may_send.set()
         transfer = transfer_of(trainer)
-        announced = await transfer.announce(manifest(1), [Replica(slot=0, incarnation=3)])
+        announced = await transfer.announce(manifest(1), [Replica(0)])
         before = [name for name, _ in trainer.calls]
         await transfer.send(announced)
         return [before, [name for name, _ in trainer.calls]]

@@ -9,7 +9,6 @@ import pytest
 from support.builders import BASE, build_dispatch, build_group, build_stored, build_trajectory
 from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
 
-from orchestrator.loop.auditing import ConsistencySums
 from orchestrator.signals.consistency import UNKNOWN, routing_columns
 from rollout.types.trajectory import TrajectoryGroup
 from trainer.config.consistency import ConsistencyConfig
@@ -126,16 +125,15 @@ def gap_of(replica: int, *agreements: RoutingAgreement | None, missing: int = 0)
 
 
 def test_columns_show_the_worst_replica_and_nothing_before_there_is_something():
-    sums = ConsistencySums()
-    assert set(routing_columns(sums).values()) == {UNKNOWN}
-    sums.gaps = {0: gap_of(0, agreement(flipped=4)), 1: gap_of(1, agreement(flipped=2, missing=4)), 2: gap_of(2, None)}
-    assert routing_columns(sums) == {
+    assert set(routing_columns({}).values()) == {UNKNOWN}
+    gaps = {0: gap_of(0, agreement(flipped=4)), 1: gap_of(1, agreement(flipped=2, missing=4)), 2: gap_of(2, None)}
+    assert routing_columns(gaps) == {
         "consistency_routing_mismatch": 0.25,
         "consistency_routing_any_mismatch": 0.5,
         "consistency_routing_coverage": 0.5,
     }
-    sums.gaps = {0: gap_of(0, None, missing=8)}
-    assert routing_columns(sums) == {
+    gaps = {0: gap_of(0, None, missing=8)}
+    assert routing_columns(gaps) == {
         "consistency_routing_mismatch": UNKNOWN,
         "consistency_routing_any_mismatch": UNKNOWN,
         "consistency_routing_coverage": 0.0,

@@ -1,0 +1,276 @@
+"""What a loop is made of, each part built with all that it needs. Whoever reports a run reads them here."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from actors.ports import Fleet
+from orchestrator.config import RunConfig
+from orchestrator.deadlines import Progress
+from orchestrator.dispatch.accounts import Accounts
+from orchestrator.dispatch.admission import Admission
+from orchestrator.dispatch.book import Book
+from orchestrator.dispatch.collection import Collection
+from orchestrator.dispatch.staleness import Gate, Window
+from orchestrator.loop.audit_queue import AuditQueue
+from orchestrator.loop.auditing import Consistency
+from orchestrator.loop.checkpoints import RunCheckpoints
+from orchestrator.loop.evaluation import Evaluation
+from orchestrator.loop.gap_watch import Baselines, GapWatch
+from orchestrator.loop.live_doctor import LiveDoctor
+from orchestrator.loop.measured_store import MeasuredStore
+from orchestrator.loop.step_log import StepLog
+from orchestrator.loop.supervision import Supervision
+from orchestrator.loop.training import Training
+from orchestrator.observers import Observers
+from orchestrator.replicas.replicas import Replicas
+from orchestrator.run_dir.layout import RunDir
+from orchestrator.run_dir.search_records import SearchRecords
+from orchestrator.weight_sync.committed import CommittedWeights
+from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
+from orchestrator.weight_sync.publication import PublicationRules, Publisher
+from orchestrator.weight_sync.transfer import build_transfer
+from rollout.tokenization.tokenizer import load_tokenizer
+from rollout.types.generation import PauseMode
+from rollout.types.protocols import PromptSource, Recovery
+from rollout.types.weights import PolicyVersion, WeightManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Where the loop starts: the recovered store, and the trainer's weights, which the engines already serve."""
+
+    recovery: Recovery
+    manifest: WeightManifest
+    fingerprints: tuple[str, ...] = ()
+    """Configurations of the evaluations that the run has so far, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopParts:
+    """The parts of one loop."""
+
+    observers: Observers
+    accounts: Accounts
+    book: Book
+    replicas: Replicas
+    weights: CommittedWeights
+    lifecycle: ReplicaLifecycle
+    supervision: Supervision
+    publisher: Publisher
+    admission: Admission
+    collection: Collection
+    checkpoints: RunCheckpoints
+    training: Training
+    searches: SearchRecords
+    doctor: LiveDoctor
+    consistency: Consistency | None
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a loop runs, and on what."""
+
+    config: RunConfig
+    run: RunDir
+    model_dir: Path
+    fleet: Fleet
+    replicas: Replicas
+    source: PromptSource
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """What nearly every part needs."""
+
+    observers: Observers
+    accounts: Accounts
+    store: MeasuredStore
+    book: Book
+    weights: CommittedWeights
+    lifecycle: ReplicaLifecycle
+
+
+def build_parts(site: Site, opening: Opening) -> LoopParts:
+    """Wire one loop. Nothing runs yet."""
+    core = _core(site, opening)
+    consistency = _consistency(site, opening, core) if site.config.consistency.mode != "off" else None
+    evaluation = _evaluation(site, opening, core) if site.config.evaluation.every_steps else None
+    publisher = _publisher(site, core, evaluation)
+    admission = _admission(site, core)
+    checkpoints = _checkpoints(site, core, publisher)
+    searches = SearchRecords(site.run.gradloc, partial(load_tokenizer, site.model_dir), core.book.side_files)
+    parts = LoopParts(
+        observers=core.observers,
+        accounts=core.accounts,
+        book=core.book,
+        replicas=site.replicas,
+        weights=core.weights,
+        lifecycle=core.lifecycle,
+        supervision=Supervision(core.lifecycle, core.book, site.config.deadlines.health_interval_s),
+        publisher=publisher,
+        admission=admission,
+        collection=_collection(site, core, admission),
+        checkpoints=checkpoints,
+        training=Training(
+            trainer=site.fleet.trainer,
+            book=core.book,
+            gate=_gate(site.config, audited_only=consistency is not None and consistency.gates),
+            publisher=publisher,
+            checkpoints=checkpoints,
+            deadlines=site.config.deadlines,
+            log=StepLog(core.book, searches, core.observers),
+            consistency=consistency,
+        ),
+        searches=searches,
+        doctor=LiveDoctor(core.store.record_event),
+        consistency=consistency,
+        evaluation=evaluation,
+    )
+    for observer in (parts.accounts, parts.supervision, parts.doctor, evaluation, parts.book):
+        if observer is not None:
+            core.observers.add(observer)
+    return parts
+
+
+def _core(site: Site, opening: Opening) -> _Core:
+    config, observers, accounts = site.config, Observers(), Accounts()
+    weights = CommittedWeights(opening.manifest)
+    store = MeasuredStore(
+        site.fleet.store,
+        deadline_s=config.deadlines.store_s,
+        observe=accounts.store_answered,
+        on_event=observers.event_recorded,
+    )
+    book = Book(
+        store=store,
+        replicas=site.replicas,
+        recovery=opening.recovery,
+        accounts=accounts,
+        progress=site.progress,
+        observers=observers,
+    )
+    lifecycle = ReplicaLifecycle(
+        replicas=site.replicas,
+        weights=weights,
+        store=store,
+        mode=PauseMode.DRAIN if config.run.deterministic else PauseMode(config.engine.kv_across_versions),
+        deadlines=config.deadlines,
+        observers=observers,
+    )
+    return _Core(observers=observers, accounts=accounts, store=store, book=book, weights=weights, lifecycle=lifecycle)
+
+
+def _publisher(site: Site, core: _Core, evaluation: Evaluation | None) -> Publisher:
+    config = site.config
+    gates: list[Callable[[], Awaitable[None]]] = []
+    if evaluation is not None:
+        gates.append(evaluation.version_0_is_scored)
+    if config.run.deterministic:
+        gates.append(core.book.until_idle)
+    return Publisher(
+        replicas=site.replicas,
+        lifecycle=core.lifecycle,
+        weights=core.weights,
+        store=core.store,
+        rules=PublicationRules(
+            every_version=config.run.deterministic, quorum=config.weights.quorum, straggler_s=config.weights.straggler_s
+        ),
+        observers=core.observers,
+        transfer=build_transfer(config, site.fleet.trainer),
+        gates=gates,
+    )
+
+
+def _admission(site: Site, core: _Core) -> Admission:
+    return Admission(
+        book=core.book,
+        window=_window(site.config),
+        source=site.source,
+        weights=core.weights,
+        replicas=site.replicas,
+        group_size=site.config.run.group_size,
+        submit_deadline_s=site.config.deadlines.store_s,
+    )
+
+
+def _collection(site: Site, core: _Core, admission: Admission) -> Collection:
+    return Collection(
+        fleet=site.fleet,
+        replicas=site.replicas,
+        book=core.book,
+        admission=admission,
+        deadlines=site.config.deadlines,
+        max_attempts=site.config.episodes.max_attempts,
+        check_engines=core.lifecycle.check,
+    )
+
+
+def _checkpoints(site: Site, core: _Core, publisher: Publisher) -> RunCheckpoints:
+    return RunCheckpoints(
+        run=site.run,
+        trainer=site.fleet.trainer,
+        store=core.store,
+        keep_last=site.config.trainer.checkpoint.keep_last,
+        max_staleness=site.config.staleness.max_staleness,
+        in_use=partial(_policies_in_use, core.book, publisher),
+    )
+
+
+def _consistency(site: Site, opening: Opening, core: _Core) -> Consistency:
+    config, baselines = site.config, Baselines(site.run.path / "baseline.json")
+    ledger = [*(entry.policy for entry in opening.recovery.ledger), opening.manifest.policy]
+    gaps = GapWatch(core.book, baselines, core.lifecycle)
+    queue = AuditQueue(config.consistency, config.run.seed, core.book.pool, ledger, baselines.has)
+    core.observers.add(gaps)
+    core.observers.add(queue)
+    return Consistency(
+        config=config.consistency,
+        deadlines=config.deadlines,
+        fleet=site.fleet,
+        book=core.book,
+        replicas=site.replicas,
+        queue=queue,
+        gaps=gaps,
+    )
+
+
+def _evaluation(site: Site, opening: Opening, core: _Core) -> Evaluation:
+    return Evaluation(
+        config=site.config.evaluation,
+        fleet=site.fleet,
+        replicas=site.replicas,
+        book=core.book,
+        weights=core.weights,
+        observers=core.observers,
+        fingerprints=opening.fingerprints,
+    )
+
+
+def _policies_in_use(book: Book, publisher: Publisher) -> set[PolicyVersion]:
+    """Policies that live groups, replicas or waiting publications refer to."""
+    ready = {policy for header in book.pool.ready.values() for policy in header.policies}
+    return ready | {dispatch.policy for dispatch in book.pool.running.values()} | publisher.in_use()
+
+
+def _window(config: RunConfig) -> Window:
+    return Window(
+        max_staleness=config.staleness.max_staleness,
+        batch_groups=config.run.batch_groups,
+        max_concurrent=config.max_concurrent_groups,
+    )
+
+
+def _gate(config: RunConfig, *, audited_only: bool) -> Gate:
+    staleness = config.staleness
+    return Gate(
+        max_staleness=staleness.max_staleness,
+        batch_groups=config.run.batch_groups,
+        policy=staleness.policy,
+        order=staleness.order,
+        dispatch_window=staleness.dispatch_window,
+        audited_only=audited_only,
+    )
