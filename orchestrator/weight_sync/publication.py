@@ -106,11 +106,13 @@ class Publisher:
         again, unless a newer one waits."""
         answers: list[Answer] = []
         for _ in range(MAX_TRIES):
-            answers = await self._update_all(self._replicas.serving(self._weights.policy), manifest)
+            serving = self._replicas.serving(self._weights.policy)
+            answers = await self._update_all(serving, manifest)
             reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
             if reports:
                 await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
                 self._weights.move_to(manifest)
+                await self._report_stragglers(serving, manifest.policy)
                 self._lifecycle.committed()
                 self._observers.version_committed(manifest.policy, reports)
                 return
@@ -140,6 +142,12 @@ class Publisher:
             for update in updates:
                 update.cancel()
 
+    async def _report_stragglers(self, asked: Sequence[Replica], policy: PolicyVersion) -> None:
+        for replica in asked:
+            if replica.applying == policy:
+                self.stragglers += 1
+                await self._store.record_event("replica_straggles", {"replica": replica.slot, "policy": policy.key})
+
     async def _until_enough(self, updates: Sequence[asyncio.Task[Answer]]) -> list[Answer]:
         """Answers of all replicas, or of a quorum once the others are stragglers: these go on by themselves."""
         if not updates:
@@ -149,7 +157,6 @@ class Publisher:
         while pending and sum(isinstance(update.result(), ApplyReport) for update in done) < self._rules.quorum:
             more, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             done |= more
-        self.stragglers += len(pending)
         return [update.result() for update in done]
 
     @property

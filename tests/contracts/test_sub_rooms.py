@@ -23,8 +23,8 @@ ORDER = {
     "trainer.consistency": "checks metrics scoring attribution service dump",
     "actors": "config preflight ports spec cluster calls process roles ray_fleet",
     "orchestrator": (
-        "config deadlines metrics run_dir replicas weight_sync dispatch audit doctor exporters report loop signals "
-        "launch commands"
+        "config deadlines metrics run_dir observers replicas weight_sync dispatch audit doctor exporters report loop "
+        "signals launch commands"
     ),
 }
 """Room -> its sub-rooms, lowest first."""

@@ -139,3 +139,12 @@ def test_a_version_ahead_of_the_trainer_is_an_error() -> None:
     """A version counter that went backwards shows as negative staleness; it must not pass as fresh."""
     with pytest.raises(ValueError, match="versions went backwards"):
         gate(2, 1).select(pool([header(0, 7)]), trainer_version=5, committed_version=5)
+
+
+def test_groups_of_a_replica_that_is_not_verified_for_their_policy_are_held():
+    """A straggler may sample under weights that nobody has checked yet."""
+    ready = pool([header(0, 1), header(1, 1), header(2, 1)])
+    drop = Gate(max_staleness=2, batch_groups=2, policy="drop", order="ready")
+    held = drop.select(ready, 1, 1, {"d00000000"})
+    assert [each.dispatch_id for each in held.batch] == ["d00000001", "d00000002"]
+    assert not drop.select(ready, 1, 1, {"d00000000", "d00000001"}).batch

@@ -16,6 +16,7 @@ def test_a_straggler_does_not_hold_back_the_version_of_the_others_and_catches_up
         room.publisher.offer(manifest(1))
         assert await room.heard.committed.get() == 1
         assert (room.entries, room.serving(), room.publisher.stragglers) == ([1], [0, 1], 1)
+        assert await room.event("replica_straggles") == {"replica": 2, "policy": "e1-v1"}
         room.publisher.offer(manifest(2))
         assert await room.heard.committed.get() == 2
         assert room.serving() == [0, 1]
