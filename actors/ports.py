@@ -32,7 +32,7 @@ class Started:
     tag: EngineTag
     canary_logprobs: NDArray[np.float32]
     tokenizer: TokenizerIdentity
-    """Of the tokenizer whose ids it is sent; taken anew by every incarnation."""
+    """Its tokenizer, whose ids it is sent; read anew by every incarnation."""
     metrics_address: str = ""
     """host:port at which the engine serves metrics of its own; empty where it has none."""
 

@@ -22,7 +22,7 @@ from trainer.config.trainer import TrainerConfig, WeightsConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSpec:
-    """All that actors are told at their start."""
+    """All that actors need to know at their start."""
 
     run_dir: Path
     model_dir: Path

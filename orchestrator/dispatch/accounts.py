@@ -74,7 +74,7 @@ class Accounts(Observer):
         self.distributions = Distributions()
         self.speeds = ReplicaSpeeds()
         self.prompts: deque[str] = deque(maxlen=64)
-        """Of the newest trained groups."""
+        """Ids of the prompts of the newest trained groups."""
         self._order: dict[str, GroupHeader | None] = {}
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:

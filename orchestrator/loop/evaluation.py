@@ -101,14 +101,14 @@ class Evaluation(Observer):
         run that goes on from a checkpoint."""
         if not self._first_is_over.is_set():
             self._book.progress.waits("publication", "the evaluation of version 0")
-            with suppress(TimeoutError):  # what happened to it is told where it ends
+            with suppress(TimeoutError):  # what happened to it is reported where it ends
                 async with asyncio.timeout(self._config.deadline_s):
                     await self._first_is_over.wait()
             self._first_is_over.set()
             self._book.progress.waits("publication", "")
 
     def columns(self) -> dict[str, float]:
-        """Of the newest score."""
+        """The newest score as columns of a metric row."""
         newest = self.newest
         if newest is None:
             return NO_SCORE

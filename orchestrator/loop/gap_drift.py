@@ -14,7 +14,7 @@ LEAST_VERSIONS = 10
 
 
 class GapDrift:
-    """One line a replica. A drift is told once, and again only after the gap was flat in between."""
+    """One line a replica. A drift is reported once, and again only after the gap was flat in between."""
 
     def __init__(self) -> None:
         self._readings: dict[int, OrderedDict[int, tuple[float, int]]] = {}

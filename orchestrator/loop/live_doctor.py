@@ -52,7 +52,7 @@ Row = tuple[Mapping[str, float], Mapping[str, float]]
 
 
 class LiveDoctor(Observer):
-    """Of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
+    """The doctor of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
 
     def __init__(
         self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]
@@ -131,7 +131,7 @@ class LiveDoctor(Observer):
             await self.look()
 
     async def look(self) -> None:
-        """Diagnose now, and tell a primary finding that is another than before. Trouble here is told once, and never
+        """Diagnose now, and tell a primary finding that is another than before. Trouble here is reported once, and never
         ends the training."""
         self._bell.clear()
         if not self._newest or self._broken:

@@ -30,8 +30,8 @@ class Replica:
         """A newer policy that it has been asked to take, until it is verified; it may sample under it already."""
         self.tolerance_nats = 0.0
         self.canary_gap_nats = 0.0
-        """Of its newest answer to a canary; infinity when it received other bytes than were published, or answered
-        nonsense."""
+        """How far its newest answer to a canary was from the trainer's, mean of a token; infinity when it received
+        other bytes than were published, or answered nonsense."""
         self.assigned = 0
         """Groups handed out to it and not yet back."""
         self.metrics_address = ""

@@ -1,5 +1,5 @@
-"""Keeps Prometheus and the trackers told while a loop runs, from one reduction. Whatever goes wrong here is told, and
-never ends the training.
+"""Keeps Prometheus and the trackers up to date while a loop runs, from one reduction. Whatever goes wrong here is
+reported, and never ends the training.
 
 An exporter that cannot go on closes its endpoint: old values that are served as new ones would look like a run that has
 stalled.
