@@ -131,8 +131,8 @@ class LiveDoctor(Observer):
             await self.look()
 
     async def look(self) -> None:
-        """Diagnose now, and tell a primary finding that is another than before. Trouble here is reported once, and never
-        ends the training."""
+        """Diagnose now, and tell a primary finding that is another than before. Trouble here is reported once, and
+        never ends the training."""
         self._bell.clear()
         if not self._newest or self._broken:
             return

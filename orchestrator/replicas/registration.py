@@ -79,8 +79,8 @@ def _check_tokenizer(who: str, expected: TokenizerIdentity, got: TokenizerIdenti
         f"{name}: got {mine.get(name, 'nothing')[:12]}, expected {trainers.get(name, 'nothing')[:12]}" for name in names
     )
     raise TokenizerMismatchError(
-        f"{who} tokenizes otherwise than the trainer ({differing}), and no importance weight repairs other tokens: it gets "
-        "no work. Give it the files of the trainer's model directory (tokenizer.json, tokenizer_config.json, "
+        f"{who} tokenizes otherwise than the trainer ({differing}), and no importance weight repairs other tokens: it "
+        "gets no work. Give it the files of the trainer's model directory (tokenizer.json, tokenizer_config.json, "
         "chat_template.jinja) and, where only probes differ, the same version of the tokenizers package"
     )
 
