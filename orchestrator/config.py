@@ -18,6 +18,7 @@ from rollout.config import (
     EngineConfig,
     EnvironmentConfig,
     EpisodesConfig,
+    EvaluationConfig,
     ExactMatchConfig,
     RewardConfig,
     RewardWorkersConfig,
@@ -28,7 +29,6 @@ from rollout.config import (
     returns_routing,
 )
 from rollout.errors import UserError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config.consistency import ConsistencyConfig, NoCorrection

@@ -19,8 +19,8 @@ from orchestrator.metrics.learning import CONFIGURATIONS
 from orchestrator.metrics.types import OTHER, UNMEASURED
 from orchestrator.replicas.replicas import Replica, Replicas
 from orchestrator.weight_sync.publication import Publisher
+from rollout.config import EvaluationConfig
 from rollout.errors import ConcordError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport
 from rollout.types.weights import PolicyVersion, WeightManifest
 

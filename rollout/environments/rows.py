@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
 
 from rollout.config import JsonlConfig
@@ -11,30 +10,8 @@ from rollout.published.digests import canonical_json
 from rollout.types.prompts import Message, Prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task, whatever the pass."""
-
-    prompt_id: str
-    text: str | None
-    messages: tuple[Message, ...]
-    answer: str | None
-    metadata: tuple[tuple[str, str], ...]
-
-    def prompt(self, pass_index: int) -> Prompt:
-        """The task as a prompt of one pass."""
-        return Prompt(
-            prompt_id=self.prompt_id,
-            pass_index=pass_index,
-            text=self.text,
-            messages=self.messages,
-            answer=self.answer,
-            metadata=self.metadata,
-        )
-
-
-def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> TaskRow:
-    """Check one row.
+def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> Prompt:
+    """Check one row; the task as a prompt of pass 0.
 
     Args:
         row: column -> value; a null counts as absent.
@@ -53,7 +30,8 @@ def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlC
             "environment.answer_key"
         )
     used = {config.id_key, config.prompt_key, config.messages_key, config.answer_key}
-    return TaskRow(
+    return Prompt(
+        pass_index=0,
         prompt_id=(
             _scalar_text(present[config.id_key], config.id_key, place) if config.id_key in present else str(number)
         ),

@@ -12,13 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from rollout.config import EnvironmentConfig, RewardConfig, SamplingConfig
+from rollout.config import EnvironmentConfig, EvaluationConfig, RewardConfig, SamplingConfig
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import run_group
 from rollout.episodes.failure import EpisodeFailure
 from rollout.episodes.turns import EpisodeSettings
 from rollout.errors import ConcordError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.fingerprint import configuration_parts, fingerprint
 from rollout.evaluation.prompts import held_out_prompts
 from rollout.rewards.judging import judge_group
