@@ -1,13 +1,12 @@
 """What can be said about planted faults from the config alone: those that cannot act, or that would change nothing, are
 refused before anything starts."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any
 
 from rollout.config import EngineConfig, SamplingConfig, returns_routing
 from rollout.faults.config import (
+    FaultConfig,
     FaultsConfig,
     FaultSection,
     KvKeptFault,
@@ -49,93 +48,6 @@ class FaultSurroundings:
     sums: bool = True
     """Prompts are sums."""
 
-    @property
-    def last_slot(self) -> int:
-        """Of the engine replicas."""
-        return self.engine.replicas - 1
-
-
-_PROBLEMS: tuple[tuple[type | UnionType, Callable[[Any, FaultSurroundings], bool], str], ...] = (
-    (
-        GradientFault,
-        lambda _, around: around.scripted_trainer,
-        "the scripted trainer computes no gradient; set trainer.type = 'fsdp'",
-    ),
-    (
-        RatioSpikeFault,
-        lambda _, around: around.ratio_unused,
-        "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in the "
-        "loss; set consistency.correction.type, such as 'tis', or another mode",
-    ),
-    (
-        EvaluationTemplateFault | TrainEvalOverlapFault,
-        lambda _, around: not around.evaluates,
-        "nothing is evaluated; set evaluation.every_steps",
-    ),
-    (
-        HighLearningRateFault,
-        lambda _, around: around.scripted_trainer,
-        "the scripted trainer has no optimizer; set trainer.type = 'fsdp'",
-    ),
-    (EasyPromptsFault, lambda _, around: not around.sums, 'it makes sums; set environment.type = "arithmetic"'),
-    (
-        FaultSection,
-        lambda fault, around: fault.replica > around.last_slot,
-        "got replica = {fault.replica}, but engine.replicas = {around.engine.replicas}; choose 0 to {around.last_slot},"
-        " or raise engine.replicas",
-    ),
-    (WeightFault, lambda _, around: not around.disk, "it acts on published files; set weights.transport = 'disk'"),
-    (
-        WeightFault,
-        lambda fault, around: around.engine.type == "scripted" and not isinstance(fault, StaleReplicaFault),
-        "the scripted engine computes with no weights; set engine.type to 'torch' or 'vllm'",
-    ),
-    (
-        StaleHeadFault,
-        lambda _, around: bool(around.tied_head),
-        "the model's head is its embedding, so it cannot stay old alone; set model.tie_embeddings = false, or plant "
-        "stale_replica",
-    ),
-    (
-        RoutingPerturbedFault,
-        lambda _, around: around.mixture_of_experts is False,
-        "a dense model routes nothing; set model.moe = true, or use an MoE model",
-    ),
-    (
-        KvKeptFault,
-        lambda _, around: around.engine.type == "scripted",
-        "the scripted engine has no KV cache; set engine.type to 'torch' or 'vllm'",
-    ),
-    (
-        KvKeptFault,
-        lambda _, around: around.engine.kv_across_versions == "keep",
-        "the engine keeps its cache and says so, which is no fault; set engine.kv_across_versions = 'recompute'",
-    ),
-    (
-        KvKeptFault,
-        lambda _, around: around.deterministic,
-        "deterministic runs finish running requests before an update, so that no cache is left to keep; set "
-        "run.deterministic = false",
-    ),
-    (
-        RawLogprobsFault,
-        lambda _, around: (around.sampling.temperature, around.sampling.top_p, around.sampling.top_k) == (1.0, 1.0, 0),
-        "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8",
-    ),
-    (
-        SilentTopPFault,
-        lambda fault, around: fault.top_p >= around.sampling.top_p,
-        "got top_p = {fault.top_p:g} with sampling.top_p = {around.sampling.top_p:g}, which would cut off nothing more;"
-        " set a smaller one",
-    ),
-    (
-        MissingRoutingFault,
-        lambda _, around: not returns_routing(around.engine),
-        "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model",
-    ),
-)
-"""Of which kinds -> when it is one -> what is said of it; the first one counts."""
-
 
 def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
     """Refuse faults that cannot act.
@@ -144,6 +56,63 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
         ValueError: which fault, why, and what to change; the first problem.
     """
     for index, fault in enumerate(faults.plant):
-        for kinds, holds, problem in _PROBLEMS:
-            if isinstance(fault, kinds) and holds(fault, around):
-                raise ValueError(f"faults.plant[{index}] ({fault.type}): {problem.format(fault=fault, around=around)}")
+        for problem in (*_problems(fault, around), *_problems_in_engines(fault, around)):
+            raise ValueError(f"faults.plant[{index}] ({fault.type}): {problem}")
+
+
+def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
+    """Of faults outside engines."""
+    if isinstance(fault, GradientFault) and around.scripted_trainer:
+        yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
+    if isinstance(fault, RatioSpikeFault) and around.ratio_unused:
+        yield (
+            "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in "
+            "the loss; set consistency.correction.type, such as 'tis', or another mode"
+        )
+    if isinstance(fault, EvaluationTemplateFault | TrainEvalOverlapFault) and not around.evaluates:
+        yield "nothing is evaluated; set evaluation.every_steps"
+    if isinstance(fault, HighLearningRateFault) and around.scripted_trainer:
+        yield "the scripted trainer has no optimizer; set trainer.type = 'fsdp'"
+    if isinstance(fault, EasyPromptsFault) and not around.sums:
+        yield 'it makes sums; set environment.type = "arithmetic"'
+
+
+def _problems_in_engines(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
+    engine, sampling, scripted = around.engine, around.sampling, around.engine.type == "scripted"
+    if isinstance(fault, FaultSection) and fault.replica >= engine.replicas:
+        yield (
+            f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to "
+            f"{engine.replicas - 1}, or raise engine.replicas"
+        )
+    if isinstance(fault, WeightFault) and not around.disk:
+        yield "it acts on published files; set weights.transport = 'disk'"
+    if isinstance(fault, WeightFault) and scripted and not isinstance(fault, StaleReplicaFault):
+        yield "the scripted engine computes with no weights; set engine.type to 'torch' or 'vllm'"
+    if isinstance(fault, StaleHeadFault) and around.tied_head:
+        yield (
+            "the model's head is its embedding, so it cannot stay old alone; set model.tie_embeddings = false, or plant"
+            " stale_replica"
+        )
+    if isinstance(fault, RoutingPerturbedFault) and around.mixture_of_experts is False:
+        yield "a dense model routes nothing; set model.moe = true, or use an MoE model"
+    if isinstance(fault, KvKeptFault) and scripted:
+        yield "the scripted engine has no KV cache; set engine.type to 'torch' or 'vllm'"
+    if isinstance(fault, KvKeptFault) and engine.kv_across_versions == "keep":
+        yield "the engine keeps its cache and says so, which is no fault; set engine.kv_across_versions = 'recompute'"
+    if isinstance(fault, KvKeptFault) and around.deterministic:
+        yield (
+            "deterministic runs finish running requests before an update, so that no cache is left to keep; set "
+            "run.deterministic = false"
+        )
+    as_drawn = (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    if isinstance(fault, RawLogprobsFault) and as_drawn:
+        yield (
+            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+        )
+    if isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
+        yield (
+            f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; "
+            "set a smaller one"
+        )
+    if isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
+        yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"
