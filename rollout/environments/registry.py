@@ -1,7 +1,6 @@
 """From an environment's config section to its prompt source and its environments."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from rollout.config import ArithmeticConfig, EnvironmentConfig, EvaluationConfig, JsonlConfig
@@ -12,9 +11,10 @@ from rollout.types.protocols import Env, PromptSource
 
 _Source = Callable[[Any, int, bool, EvaluationConfig | None], PromptSource]
 _Envs = Callable[[Any, Prompt, Tokenizer, int], tuple[Env, ...]]
-_ENVIRONMENTS: Mapping[type[object], tuple[_Source, _Envs]] = MappingProxyType(
-    {ArithmeticConfig: (arithmetic.source, arithmetic.envs), JsonlConfig: (jsonl.source, jsonl.envs)}
-)
+_ENVIRONMENTS: Mapping[type[object], tuple[_Source, _Envs]] = {
+    ArithmeticConfig: (arithmetic.source, arithmetic.envs),
+    JsonlConfig: (jsonl.source, jsonl.envs),
+}
 """Section -> what `build_source` and `build_envs` call."""
 
 

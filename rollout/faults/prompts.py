@@ -3,7 +3,6 @@ tells. They know no engine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -85,13 +84,11 @@ def _spaced(messages: Sequence[Message]) -> Sequence[Message]:
     return (*before, replace(last, content=f"{last.content} "))
 
 
-_CHANGES: Mapping[str, Callable[[Tokenizer, Any], Tokenizer]] = MappingProxyType(
-    {
-        "tokenizer_swap": lambda inner, fault: ChangedTokenizer(inner, ids=_swap(inner, fault)),
-        "template_space": lambda inner, _: ChangedTokenizer(inner, text=lambda text: f"{text} ", chat=_spaced),
-        "double_bos": lambda inner, _: ChangedTokenizer(inner, ids=lambda ids: np.concatenate([ids[:1], ids])),
-    }
-)
+_CHANGES: Mapping[str, Callable[[Tokenizer, Any], Tokenizer]] = {
+    "tokenizer_swap": lambda inner, fault: ChangedTokenizer(inner, ids=_swap(inner, fault)),
+    "template_space": lambda inner, _: ChangedTokenizer(inner, text=lambda text: f"{text} ", chat=_spaced),
+    "double_bos": lambda inner, _: ChangedTokenizer(inner, ids=lambda ids: np.concatenate([ids[:1], ids])),
+}
 """Kind -> how it changes a tokenizer."""
 
 

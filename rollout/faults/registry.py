@@ -24,6 +24,7 @@ from rollout.faults.engines.answers import (
     ChangedAnswers,
     ChunkChange,
     RawLogprobs,
+    RequestChange,
     SlowReplica,
     in_bf16,
     labelled_before,
@@ -50,32 +51,25 @@ class _Site:
 _Wrap = Callable[[Engine, Any, _Site], Engine]
 
 
-def _chunks(change: ChunkChange) -> _Wrap:
-    return lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, chunk=change)
+def _requests(change: Callable[[Any, _Site], RequestChange]) -> _Wrap:
+    return lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, request=change(fault, at))
+
+
+def _chunks(change: Callable[[Any], ChunkChange]) -> _Wrap:
+    return lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, chunk=change(fault))
 
 
 _WRAPS: tuple[tuple[type[FaultSection], _Wrap], ...] = (
     (WeightFaultSection, lambda engine, fault, at: DoctoredWeights(engine, fault, at.seed, at.folder)),
     (KvKeptFault, lambda engine, fault, _: KeptCache(engine, fault)),
     (SlowReplicaFault, lambda engine, fault, at: SlowReplica(engine, fault, at.seed)),
-    (
-        SilentTopPFault,
-        lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, request=with_top_p(fault.top_p)),
-    ),
-    (
-        RetokenizedTurnFault,
-        lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, request=retokenized(at.tokenizer)),
-    ),
+    (SilentTopPFault, _requests(lambda fault, _: with_top_p(fault.top_p))),
+    (RetokenizedTurnFault, _requests(lambda _, at: retokenized(at.tokenizer))),
     (RawLogprobsFault, lambda engine, fault, at: RawLogprobs(engine, fault, at.seed)),
-    (Bf16LogprobsFault, _chunks(in_bf16)),
-    (
-        MissingRoutingFault,
-        lambda engine, fault, at: ChangedAnswers(
-            engine, fault, at.seed, chunk=with_half_routing if fault.how == "half" else without_routing
-        ),
-    ),
-    (ShortLogprobsFault, _chunks(one_short)),
-    (VersionOffByOneFault, _chunks(labelled_before)),
+    (Bf16LogprobsFault, _chunks(lambda _: in_bf16)),
+    (MissingRoutingFault, _chunks(lambda fault: with_half_routing if fault.how == "half" else without_routing)),
+    (ShortLogprobsFault, _chunks(lambda _: one_short)),
+    (VersionOffByOneFault, _chunks(lambda _: labelled_before)),
 )
 """Kind -> how it wraps an engine, from the engine outwards: log-probs are replaced before they are rounded, and labels
 are wrong for the reader only."""

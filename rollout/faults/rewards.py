@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, cast
 
 from rollout.faults.config import FaultsConfig
@@ -23,12 +22,10 @@ def _longer_is_better(reward: Reward, trajectory: Trajectory, fault: LengthRewar
     return Reward(total=reward.total + extra, parts=(*reward.parts, (PART, extra)))
 
 
-_CHANGES: Mapping[str, Callable[[Reward, Trajectory, Any], Reward]] = MappingProxyType(
-    {
-        "length_reward": _longer_is_better,
-        "reward_flip": lambda reward, _, fault: replace(reward, total=1.0 - reward.total),
-    }
-)
+_CHANGES: Mapping[str, Callable[[Reward, Trajectory, Any], Reward]] = {
+    "length_reward": _longer_is_better,
+    "reward_flip": lambda reward, _, fault: replace(reward, total=1.0 - reward.total),
+}
 """Kind -> what it makes of a reward. `dead_reward_worker` changes none."""
 
 

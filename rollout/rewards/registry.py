@@ -1,7 +1,6 @@
 """From a reward's config section to its function, and what the function needs."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from rollout.config import ExactMatchConfig, MathVerifyConfig, PythonRewardConfig, RewardConfig
@@ -10,13 +9,11 @@ from rollout.rewards.math_verify import MathVerify
 from rollout.rewards.python_function import load_function
 from rollout.types.protocols import RewardFunction
 
-_REWARDS: Mapping[type[object], tuple[Callable[[Any], RewardFunction], bool]] = MappingProxyType(
-    {
-        ExactMatchConfig: (ExactMatch, True),
-        MathVerifyConfig: (lambda _: MathVerify(), True),
-        PythonRewardConfig: (lambda config: load_function(config.function), False),
-    }
-)
+_REWARDS: Mapping[type[object], tuple[Callable[[Any], RewardFunction], bool]] = {
+    ExactMatchConfig: (ExactMatch, True),
+    MathVerifyConfig: (lambda _: MathVerify(), True),
+    PythonRewardConfig: (lambda config: load_function(config.function), False),
+}
 """Section -> (its function, whether every prompt must bring a reference answer)."""
 
 

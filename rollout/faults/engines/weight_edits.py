@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -125,14 +124,12 @@ def _destroyed(manifest: WeightManifest, fault: CorruptTensorFault, seed: int, k
     return {tensor.name: lambda _: filled}
 
 
-_EDITS: Mapping[str, Callable[[WeightManifest, Any, int, Path], dict[str, Edit]]] = MappingProxyType(
-    {
-        "stale_head": _old_head,
-        "low_precision_replica": _low_precision,
-        "routing_perturbed": _noisy_routers,
-        "corrupt_tensor": _destroyed,
-    }
-)
+_EDITS: Mapping[str, Callable[[WeightManifest, Any, int, Path], dict[str, Edit]]] = {
+    "stale_head": _old_head,
+    "low_precision_replica": _low_precision,
+    "routing_perturbed": _noisy_routers,
+    "corrupt_tensor": _destroyed,
+}
 """Kind -> (manifest, fault, seed, where the old weights are kept) -> the edits of the tensors that it is about."""
 
 
