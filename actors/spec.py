@@ -9,12 +9,12 @@ from rollout.config import (
     EngineConfig,
     EnvironmentConfig,
     EpisodesConfig,
+    EvaluationConfig,
     RewardConfig,
     RewardWorkersConfig,
     SamplingConfig,
     StoreConfig,
 )
-from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.config import FaultsConfig
 from trainer.config.consistency import ConsistencyConfig
 from trainer.config.trainer import TrainerConfig, WeightsConfig

@@ -18,6 +18,7 @@ from rollout.config import (
     EngineConfig,
     EnvironmentConfig,
     EpisodesConfig,
+    EvaluationConfig,
     ExactMatchConfig,
     RewardConfig,
     RewardWorkersConfig,
@@ -28,7 +29,6 @@ from rollout.config import (
     returns_routing,
 )
 from rollout.errors import UserError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config.consistency import ConsistencyConfig, NoCorrection
@@ -187,12 +187,13 @@ class RunConfig(Section):
                 "got evaluation.every_steps with run.deterministic = true: evaluations share the engine's batches at "
                 "times that the clock chooses; set evaluation.every_steps = 0, or run.deterministic = false"
             )
-        if self.environment.type == "jsonl" and self.evaluation.path is None:
+        reads_a_file = "path" in type(self.environment).model_fields
+        if reads_a_file and self.evaluation.path is None:
             raise ValueError(
-                'got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of'
-                " held-out prompts"
+                f'got evaluation.every_steps with environment.type = "{self.environment.type}" and no evaluation.path; '
+                "set it to a file of held-out prompts"
             )
-        if self.environment.type != "jsonl" and self.evaluation.path is not None:
+        if not reads_a_file and self.evaluation.path is not None:
             raise ValueError(
                 f"got evaluation.path with environment.type = {self.environment.type!r}, which holds prompts out by "
                 "itself; leave it out"

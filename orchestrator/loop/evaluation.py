@@ -21,8 +21,8 @@ from orchestrator.observers import Observer, Observers
 from orchestrator.replicas.replica import Replica
 from orchestrator.replicas.replicas import Replicas
 from orchestrator.weight_sync.committed import CommittedWeights
+from rollout.config import EvaluationConfig
 from rollout.errors import ConcordError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 

@@ -1,5 +1,4 @@
-"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file and no
-tokenizer.
+"""Procedural addition: `12+34=`, answered by the digits of the sum in reverse (`64`). It reads no file.
 
 With several turns a prompt carries the later sums in its metadata, under `LATER`, and they are asked one after the
 other.
@@ -10,10 +9,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import ArithmeticConfig
+from rollout.config import ArithmeticConfig, EvaluationConfig
+from rollout.environments.fixed_turns import FixedTurnsEnv
 from rollout.environments.order import PassOrder, mixed_bits
+from rollout.environments.single_turn import SingleTurnEnv, prompt_tokens
 from rollout.errors import UserError
-from rollout.types.prompts import Prompt, PromptCursor
+from rollout.tokenization.tokenizer import Tokenizer
+from rollout.types.prompts import Prompt
+from rollout.types.protocols import Env, PromptSource
 
 LATER = "later_sum"
 """Metadata key of what is asked in a later turn, in order."""
@@ -22,49 +25,55 @@ _STREAMS = (-1, -2)
 """Streams of the two operands; passes use those from 0."""
 
 
-class ArithmeticSource:
-    """`config.prompts` distinct sums, chosen by the seed; each pass holds the same sums in another order."""
+def source(
+    config: ArithmeticConfig, seed: int, require_answer: bool, held_out: EvaluationConfig | None
+) -> PromptSource:
+    """`config.prompts` distinct sums, chosen by the seed; those that are held out come behind them.
 
-    def __init__(self, config: ArithmeticConfig, seed: int, skip: int = 0) -> None:
-        """Choose the sums.
-
-        Args:
-            skip: leave out the sums that a source of so many prompts has; what is held out begins behind them.
-
-        Raises:
-            UserError: there are fewer sums of so many digits than prompts asked for.
-        """
-        if config.digits > _MOST_DIGITS:
-            raise UserError(f"got environment.digits = {config.digits}; expected at most {_MOST_DIGITS}")
-        if config.prompts + skip > 100**config.digits:
-            wanted = (
-                f"environment.prompts = {config.prompts}"
-                if not skip
-                else f"environment.prompts = {skip} and evaluation.prompts = {config.prompts}"
-            )
-            raise UserError(
-                f"got {wanted}, but operands of {config.digits} digits make {100**config.digits} sums; lower prompts or"
-                " raise digits"
-            )
-        self._take(
-            _distinct_pairs(skip + config.prompts, 10**config.digits, seed)[skip:], config.digits, config.turns, seed
+    Raises:
+        UserError: there are fewer sums of so many digits than prompts asked for.
+    """
+    digits, total, wanted = config.digits, 100**config.digits, f"environment.prompts = {config.prompts}"
+    skip, count = 0, config.prompts
+    if held_out:
+        skip, count = count, held_out.prompts
+        wanted += f" and evaluation.prompts = {count}"
+    if digits > _MOST_DIGITS:
+        raise UserError(f"got environment.digits = {digits}; expected at most {_MOST_DIGITS}")
+    if skip + count > total:
+        raise UserError(
+            f"got {wanted}, but operands of {digits} digits make {total} sums; lower prompts or raise digits"
         )
+    return _sums(_distinct_pairs(skip + count, 10**digits, seed)[skip:], digits, config.turns, seed)
 
-    def _take(self, operands: NDArray[np.int64], digits: int, turns: int, seed: int) -> None:
-        self._operands, self._digits, self._turns = operands, digits, turns
-        self._order = PassOrder(len(operands), seed, shuffle=True)
 
-    @property
-    def size(self) -> int:
-        """Prompts in one pass."""
-        return self._order.size
+def envs(config: ArithmeticConfig, prompt: Prompt, tokenizer: Tokenizer, count: int) -> tuple[Env, ...]:
+    """Environments that ask the sums of `prompt` one after the other."""
+    ids = prompt_tokens(prompt, tokenizer, apply_chat_template=False)
+    later = [_continued(tokenizer, text) for key, text in prompt.metadata if key == LATER]
+    return tuple(
+        FixedTurnsEnv(config.type, ids, later) if later else SingleTurnEnv(config.type, ids) for _ in range(count)
+    )
 
-    def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
-        """The next `count` prompts from `cursor`, and the cursor behind them."""
-        return self._order.draw(cursor, count, self._prompt)
 
-    def _prompt(self, row: int, pass_index: int) -> Prompt:
-        (task, answer), *later = (self._sum((row + turn) % self.size) for turn in range(self._turns))
+def easy_sums(digits: int, seed: int, kept_out: Iterable[Prompt]) -> PromptSource:
+    """The 55 sums below ten but those of `kept_out`, one turn each, whatever the digits of the operands."""
+    ids = {prompt.prompt_id for prompt in kept_out}
+    pairs = [(left, right) for left in range(10) for right in range(10 - left)]
+    wanted = [(left, right) for left, right in pairs if f"{left:0{digits}d}+{right:0{digits}d}" not in ids]
+    return _sums(np.array(wanted, dtype=np.int64), digits, 1, seed)
+
+
+def _sums(operands: NDArray[np.int64], digits: int, turns: int, seed: int) -> PromptSource:
+    """The sums of these operands [prompts, 2], in another order in each pass."""
+
+    def asked(row: int) -> tuple[str, str]:
+        """What is asked, and its answer."""
+        left, right = (int(operand) for operand in operands[row % len(operands)])
+        return f"{left:0{digits}d}+{right:0{digits}d}", str(left + right)[::-1]
+
+    def prompt(row: int, pass_index: int) -> Prompt:
+        (task, answer), *later = (asked(row + turn) for turn in range(turns))
         return Prompt(
             prompt_id=task,
             pass_index=pass_index,
@@ -73,24 +82,13 @@ class ArithmeticSource:
             metadata=tuple((LATER, f"{each}=") for each, _ in later),
         )
 
-    def _sum(self, row: int) -> tuple[str, str]:
-        """What is asked, and its answer."""
-        left, right = (int(operand) for operand in self._operands[row])
-        return f"{left:0{self._digits}d}+{right:0{self._digits}d}", str(left + right)[::-1]
+    return PassOrder(len(operands), seed, shuffle=True, prompt_at=prompt)
 
 
-class EasySums(ArithmeticSource):
-    """The 55 sums below ten but those of `held_out`, one turn each, whatever the digits of the operands."""
-
-    def __init__(self, digits: int, seed: int, held_out: Iterable[Prompt] = ()) -> None:
-        kept_out = {prompt.prompt_id for prompt in held_out}
-        pairs = [
-            (left, right)
-            for left in range(10)
-            for right in range(10 - left)
-            if f"{left:0{digits}d}+{right:0{digits}d}" not in kept_out
-        ]
-        self._take(np.array(pairs, dtype=np.int64), digits, 1, seed)
+def _continued(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
+    """[n] ids of a text that goes on a conversation: no token begins it anew."""
+    ids = tokenizer.encode(text)
+    return ids[1:] if ids.size and ids[0] == tokenizer.bos_id else ids
 
 
 def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:
@@ -98,9 +96,8 @@ def _distinct_pairs(count: int, base: int, seed: int) -> NDArray[np.int64]:
     drawn = 2 * count
     while True:
         indices = np.arange(drawn, dtype=np.uint64)
-        pairs = np.stack([mixed_bits(indices, seed, stream) % np.uint64(base) for stream in _STREAMS], axis=1).astype(
-            np.int64
-        )
+        streams = [mixed_bits(indices, seed, stream) % np.uint64(base) for stream in _STREAMS]
+        pairs = np.stack(streams, axis=1).astype(np.int64)
         _, first = np.unique(pairs, axis=0, return_index=True)
         if first.size >= count:
             return pairs[np.sort(first)[:count]]

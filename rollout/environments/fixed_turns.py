@@ -10,15 +10,9 @@ class FixedTurnsEnv:
     """Shows its prompt, then gives its replies in order; after the last one the next turn ends the episode."""
 
     def __init__(self, name: str, ids: NDArray[np.int32], replies: Sequence[NDArray[np.int32]]) -> None:
-        self._name, self._ids, self._replies = name, ids, iter(replies)
-
-    @property
-    def name(self) -> str:
-        """Recorded as the environment of its trajectories."""
-        return self._name
+        self.name, self._ids, self._replies = name, ids, iter(replies)
 
     def prompt_ids(self) -> NDArray[np.int32]:
-        """[P] tokens that the policy sees first."""
         return self._ids
 
     async def reply(self, sampled_ids: NDArray[np.int32]) -> NDArray[np.int32] | None:

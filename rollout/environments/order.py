@@ -29,22 +29,17 @@ def seeded_order(size: int, seed: int, pass_index: int) -> NDArray[np.int64]:
 
 
 class PassOrder:
-    """Walks a finite set of tasks pass after pass, without end. Keeps the order of the pass drawn from last: only speed
-    depends on it."""
+    """Implements `PromptSource`: walks a finite set of tasks pass after pass, without end. Keeps the order of the pass
+    drawn from last: only speed depends on it."""
 
-    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, size: int, seed: int, shuffle: bool, prompt_at: Callable[[int, int], Prompt]) -> None:
+        """Take the number of tasks, and (row, pass index) -> prompt."""
         self.size = size
-        self._seed = seed
-        self._shuffle = shuffle
+        self._seed, self._shuffle, self._prompt_at = seed, shuffle, prompt_at
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
-    def draw(
-        self, cursor: PromptCursor, count: int, prompt_at: Callable[[int, int], Prompt]
-    ) -> tuple[list[Prompt], PromptCursor]:
+    def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
         """The next `count` tasks from `cursor`.
-
-        Args:
-            prompt_at: (row, pass index) -> prompt.
 
         Returns:
             The prompts, and the cursor behind them; at the end of a pass it stands at the start of the next.
@@ -63,7 +58,7 @@ class PassOrder:
         prompts: list[Prompt] = []
         while len(prompts) < count:
             take = min(count - len(prompts), self.size - index)
-            prompts += [prompt_at(row, pass_index) for row in self._rows(pass_index, index, take)]
+            prompts += [self._prompt_at(row, pass_index) for row in self._rows(pass_index, index, take)]
             index += take
             if index == self.size:
                 pass_index, index = pass_index + 1, 0

@@ -2,9 +2,9 @@
 reader's to say."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Any, cast
 
 from rollout.errors import UserError, boundary
 
@@ -13,26 +13,6 @@ PlacedRow = tuple[str, Mapping[str, object]]
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _BATCH_ROWS = 64
 """Rows of a Parquet file that exist as Python objects at once."""
-
-
-class _Batch(Protocol):
-    def to_pylist(self) -> list[dict[str, object]]:
-        """Rows as dictionaries."""
-        ...
-
-
-class _ParquetFile(Protocol):
-    def __enter__(self) -> Self:
-        """The open file."""
-        ...
-
-    def __exit__(self, *exc: object) -> None:
-        """Close it."""
-        ...
-
-    def iter_batches(self, batch_size: int) -> Iterable[_Batch]:
-        """All rows, a batch at a time."""
-        ...
 
 
 def read_rows(path: Path, setting: str) -> Iterator[PlacedRow]:
@@ -82,8 +62,8 @@ def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     from pyarrow import parquet
 
     number = 0
-    with boundary(UserError, f"cannot read {path} as Parquet"), cast("_ParquetFile", parquet.ParquetFile(path)) as file:
+    with boundary(UserError, f"cannot read {path} as Parquet"), cast(Any, parquet).ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-            for row in batch.to_pylist():
+            for row in cast(list[dict[str, object]], batch.to_pylist()):
                 yield f"{path}, row {number} (from 0)", row
                 number += 1

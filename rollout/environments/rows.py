@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
 
 from rollout.config import JsonlConfig
@@ -11,30 +10,8 @@ from rollout.published.digests import canonical_json
 from rollout.types.prompts import Message, Prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task, whatever the pass."""
-
-    prompt_id: str
-    text: str | None
-    messages: tuple[Message, ...]
-    answer: str | None
-    metadata: tuple[tuple[str, str], ...]
-
-    def prompt(self, pass_index: int) -> Prompt:
-        """The task as a prompt of one pass."""
-        return Prompt(
-            prompt_id=self.prompt_id,
-            pass_index=pass_index,
-            text=self.text,
-            messages=self.messages,
-            answer=self.answer,
-            metadata=self.metadata,
-        )
-
-
-def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> TaskRow:
-    """Check one row.
+def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlConfig, require_answer: bool) -> Prompt:
+    """Check one row; the task as a prompt of pass 0.
 
     Args:
         row: column -> value; a null counts as absent.
@@ -52,16 +29,14 @@ def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlC
             f"{place}: no {config.answer_key!r}, which the reward compares with; {_found(present)}. Add it, or set "
             "environment.answer_key"
         )
+    prompt_id = _scalar_text(present, config.id_key, place)
     used = {config.id_key, config.prompt_key, config.messages_key, config.answer_key}
-    return TaskRow(
-        prompt_id=(
-            _scalar_text(present[config.id_key], config.id_key, place) if config.id_key in present else str(number)
-        ),
+    return Prompt(
+        pass_index=0,
+        prompt_id=str(number) if prompt_id is None else prompt_id,
         text=text,
         messages=messages,
-        answer=(
-            _scalar_text(present[config.answer_key], config.answer_key, place) if config.answer_key in present else None
-        ),
+        answer=_scalar_text(present, config.answer_key, place),
         metadata=tuple((name, _metadata_text(value)) for name, value in sorted(present.items()) if name not in used),
     )
 
@@ -112,9 +87,10 @@ def _message(entry: object, place: str) -> Message:
     return Message(role=role, content=content)
 
 
-def _scalar_text(value: object, key: str, place: str) -> str:
-    """A string as it is; a number as JSON writes it."""
-    if isinstance(value, str):
+def _scalar_text(present: Mapping[str, object], key: str, place: str) -> str | None:
+    """A string as it is; a number as JSON writes it; None where the column is absent."""
+    value = present.get(key)
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
@@ -122,13 +98,8 @@ def _scalar_text(value: object, key: str, place: str) -> str:
 
 
 def _metadata_text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return (
-        canonical_json(cast(object, value)).decode()
-        if isinstance(value, bool | int | float | list | dict)
-        else str(value)
-    )
+    as_json = isinstance(value, bool | int | float | list | dict)
+    return canonical_json(cast(object, value)).decode() if as_json else str(value)
 
 
 def _found(present: Mapping[str, object]) -> str:

@@ -7,18 +7,17 @@ It loads no weights and keeps none: the engine says which policy sampled each to
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from rollout.config import EnvironmentConfig, RewardConfig, SamplingConfig
+from rollout.config import EnvironmentConfig, EvaluationConfig, RewardConfig, SamplingConfig
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import run_group
 from rollout.episodes.failure import EpisodeFailure
 from rollout.episodes.turns import EpisodeSettings
 from rollout.errors import ConcordError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.fingerprint import configuration_parts, fingerprint
 from rollout.evaluation.prompts import held_out_prompts
 from rollout.rewards.judging import judge_group
@@ -75,29 +74,22 @@ class Evaluates(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
     """Implements `Evaluates`."""
 
-    def __init__(
-        self,
-        *,
-        prompts: Sequence[Prompt],
-        environment: EnvironmentConfig,
-        reward: RewardConfig,
-        tokenizer: Tokenizer,
-        settings: EpisodeSettings,
-        samples: int,
-    ) -> None:
-        self._prompts, self._environment, self._reward, self._tokenizer, self._samples = (
-            tuple(prompts),
-            environment,
-            reward,
-            tokenizer,
-            samples,
-        )
-        self._settings = settings
-        self._function = build_reward(reward)
-        self._engines: dict[int, tuple[Engine, EngineTag]] = {}
+    prompts: Sequence[Prompt]
+    environment: EnvironmentConfig
+    reward: RewardConfig
+    function: RewardFunction
+    """What `reward` builds."""
+    tokenizer: Tokenizer
+    settings: EpisodeSettings
+    samples: int
+    """Of each prompt."""
+    _engines: dict[int, tuple[Engine, EngineTag]] = field(
+        init=False, default_factory=dict[int, tuple[Engine, EngineTag]]
+    )
 
     def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
         self._engines[slot] = (engine, tag)
@@ -107,30 +99,30 @@ class Evaluator:
             raise ConcordError(f"the evaluation knows no engine replica {slot}; known: {sorted(self._engines)}")
         engine, tag = self._engines[slot]
         begun = time.perf_counter()
-        envs = [build_envs(self._environment, prompt, self._tokenizer, self._samples) for prompt in self._prompts]
+        envs = [build_envs(self.environment, prompt, self.tokenizer, self.samples) for prompt in self.prompts]
         dispatches = [
             Dispatch(
                 dispatch_id=f"evaluation-{label}-{index}",
                 prompt=prompt,
-                group_size=self._samples,
+                group_size=self.samples,
                 attempt=1,
                 policy=policy,
                 replica=slot,
                 created_at_s=time.time(),
             )
-            for index, prompt in enumerate(self._prompts)
+            for index, prompt in enumerate(self.prompts)
         ]
         answers = await asyncio.gather(
             *(self._group(dispatch, engine, each, tag) for dispatch, each in zip(dispatches, envs, strict=True))
         )
         parts = configuration_parts(
-            prompts=self._prompts,
+            prompts=self.prompts,
             prompt_ids=[each[0].prompt_ids() for each in envs],
-            tokenizer=self._tokenizer,
-            environment=self._environment,
-            reward=self._reward,
-            sampling=self._settings.sampling,
-            samples=self._samples,
+            tokenizer=self.tokenizer,
+            environment=self.environment,
+            reward=self.reward,
+            sampling=self.settings.sampling,
+            samples=self.samples,
             tag=tag,
         )
         return _report(answers, parts, time.perf_counter() - begun)
@@ -138,31 +130,24 @@ class Evaluator:
     async def _group(
         self, dispatch: Dispatch, engine: Engine, envs: Sequence[Env], tag: EngineTag
     ) -> TrajectoryGroup | EpisodeFailure:
+        async def judge(
+            prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
+        ) -> Sequence[Reward]:
+            """In this process: the pool of reward workers belongs to training."""
+            return judge_group(self.function, prompt, completions, trajectories)
+
         try:
-            judge = _OwnJudge(self._function)
             return await run_group(
                 dispatch,
                 engine=engine,
                 envs=envs,
                 score=judge,
                 tag=tag,
-                tokenizer=self._tokenizer,
-                settings=self._settings,
+                tokenizer=self.tokenizer,
+                settings=self.settings,
             )
         except EpisodeFailure as failure:
             return failure
-
-
-class _OwnJudge:
-    """Implements `rollout.episodes.episode.Judge` in this process: the pool of reward workers belongs to training."""
-
-    def __init__(self, function: RewardFunction) -> None:
-        self._function = function
-
-    async def __call__(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
-    ) -> Sequence[Reward]:
-        return judge_group(self._function, prompt, completions, trajectories)
 
 
 def _report(
@@ -209,11 +194,13 @@ def build_evaluator(
         top_p=config.top_p,
         top_k=config.top_k,
     )
+    function = build_reward(reward)
     return Evaluator(
         prompts=held_out_prompts(environment, config, seed, needs_answer(reward)),
         environment=environment,
         reward=reward,
+        function=function,
         tokenizer=tokenizer,
-        settings=EpisodeSettings(sampling=params, max_context=max_context, decode=needs_text(build_reward(reward))),
+        settings=EpisodeSettings(sampling=params, max_context=max_context, decode=needs_text(function)),
         samples=config.samples,
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import EnvironmentConfig, JsonlConfig, RewardConfig
+from rollout.config import EnvironmentConfig, RewardConfig
 from rollout.published.digests import canonical_json, json_digest
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.generation import SamplingParams
@@ -31,7 +31,7 @@ def configuration_parts(
     Args:
         prompt_ids: what the policy really sees, one a prompt: a template that changes without saying so shows here.
     """
-    system = environment.system_prompt if isinstance(environment, JsonlConfig) else None
+    system = getattr(environment, "system_prompt", None)
     tasks = [[p.prompt_id, p.text, [[m.role, m.content] for m in p.messages], p.answer, p.metadata] for p in prompts]
     return (
         ("prompts", json_digest(tasks)),

@@ -1,10 +1,7 @@
 """Which prompts are held out. It samples nothing."""
 
-from rollout.config import ArithmeticConfig, EnvironmentConfig
-from rollout.environments.arithmetic import ArithmeticSource
-from rollout.environments.jsonl import JsonlSource
-from rollout.errors import UserError
-from rollout.evaluation.config import EvaluationConfig
+from rollout.config import EnvironmentConfig, EvaluationConfig
+from rollout.environments.registry import build_source
 from rollout.types.prompts import Prompt, PromptCursor
 
 
@@ -18,15 +15,5 @@ def held_out_prompts(
     """
     if not evaluation.every_steps:
         return ()
-    if isinstance(environment, ArithmeticConfig):
-        source = ArithmeticSource(
-            environment.model_copy(update={"prompts": evaluation.prompts}), seed, skip=environment.prompts
-        )
-    elif evaluation.path is None:
-        raise UserError(
-            'got evaluation.every_steps with environment.type = "jsonl" and no evaluation.path; set it to a file of'
-            " held-out prompts"
-        )
-    else:
-        source = JsonlSource(environment.model_copy(update={"path": evaluation.path}), seed, require_answer)
+    source = build_source(environment, seed, require_answer, held_out=evaluation)
     return tuple(source.draw(PromptCursor(), min(evaluation.prompts, source.size))[0])

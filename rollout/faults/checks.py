@@ -8,6 +8,7 @@ from rollout.config import EngineConfig, SamplingConfig, returns_routing
 from rollout.faults.config import (
     FaultConfig,
     FaultsConfig,
+    FaultSection,
     KvKeptFault,
     MissingRoutingFault,
     RawLogprobsFault,
@@ -18,7 +19,6 @@ from rollout.faults.config import (
     WeightFault,
 )
 from rollout.faults.data_config import (
-    DataFault,
     EasyPromptsFault,
     EvaluationTemplateFault,
     HighLearningRateFault,
@@ -56,56 +56,19 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
         ValueError: which fault, why, and what to change; the first problem.
     """
     for index, fault in enumerate(faults.plant):
-        for problem in _problems(fault, around):
+        for problem in (*_problems(fault, around), *_problems_in_engines(fault, around)):
             raise ValueError(f"faults.plant[{index}] ({fault.type}): {problem}")
 
 
 def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
-    engine, sampling = around.engine, around.sampling
-    if isinstance(fault, GradientFault):
-        yield from _gradient_problems(fault, around)
-        return
-    if isinstance(fault, DataFault):
-        yield from _data_problems(fault, around)
-        return
-    if fault.replica >= engine.replicas:
-        yield (
-            f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to "
-            f"{engine.replicas - 1}, or raise engine.replicas"
-        )
-    if isinstance(fault, WeightFault):
-        yield from _weight_problems(fault, around)
-    elif isinstance(fault, KvKeptFault):
-        yield from _cache_problems(around)
-    elif (
-        isinstance(fault, RawLogprobsFault)
-        and sampling.temperature == 1.0
-        and sampling.top_p == 1.0
-        and sampling.top_k == 0
-    ):
-        yield (
-            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
-        )
-    elif isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
-        yield (
-            f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; "
-            "set a smaller one"
-        )
-    elif isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
-        yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"
-
-
-def _gradient_problems(fault: GradientFault, around: FaultSurroundings) -> Iterator[str]:
-    if around.scripted_trainer:
+    """Of faults outside engines."""
+    if isinstance(fault, GradientFault) and around.scripted_trainer:
         yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
     if isinstance(fault, RatioSpikeFault) and around.ratio_unused:
         yield (
             "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in "
             "the loss; set consistency.correction.type, such as 'tis', or another mode"
         )
-
-
-def _data_problems(fault: DataFault, around: FaultSurroundings) -> Iterator[str]:
     if isinstance(fault, EvaluationTemplateFault | TrainEvalOverlapFault) and not around.evaluates:
         yield "nothing is evaluated; set evaluation.every_steps"
     if isinstance(fault, HighLearningRateFault) and around.scripted_trainer:
@@ -114,10 +77,16 @@ def _data_problems(fault: DataFault, around: FaultSurroundings) -> Iterator[str]
         yield 'it makes sums; set environment.type = "arithmetic"'
 
 
-def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[str]:
-    if not around.disk:
+def _problems_in_engines(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
+    engine, sampling, scripted = around.engine, around.sampling, around.engine.type == "scripted"
+    if isinstance(fault, FaultSection) and fault.replica >= engine.replicas:
+        yield (
+            f"got replica = {fault.replica}, but engine.replicas = {engine.replicas}; choose 0 to "
+            f"{engine.replicas - 1}, or raise engine.replicas"
+        )
+    if isinstance(fault, WeightFault) and not around.disk:
         yield "it acts on published files; set weights.transport = 'disk'"
-    if around.engine.type == "scripted" and not isinstance(fault, StaleReplicaFault):
+    if isinstance(fault, WeightFault) and scripted and not isinstance(fault, StaleReplicaFault):
         yield "the scripted engine computes with no weights; set engine.type to 'torch' or 'vllm'"
     if isinstance(fault, StaleHeadFault) and around.tied_head:
         yield (
@@ -126,15 +95,24 @@ def _weight_problems(fault: WeightFault, around: FaultSurroundings) -> Iterator[
         )
     if isinstance(fault, RoutingPerturbedFault) and around.mixture_of_experts is False:
         yield "a dense model routes nothing; set model.moe = true, or use an MoE model"
-
-
-def _cache_problems(around: FaultSurroundings) -> Iterator[str]:
-    if around.engine.type == "scripted":
+    if isinstance(fault, KvKeptFault) and scripted:
         yield "the scripted engine has no KV cache; set engine.type to 'torch' or 'vllm'"
-    if around.engine.kv_across_versions == "keep":
+    if isinstance(fault, KvKeptFault) and engine.kv_across_versions == "keep":
         yield "the engine keeps its cache and says so, which is no fault; set engine.kv_across_versions = 'recompute'"
-    if around.deterministic:
+    if isinstance(fault, KvKeptFault) and around.deterministic:
         yield (
             "deterministic runs finish running requests before an update, so that no cache is left to keep; set "
             "run.deterministic = false"
         )
+    as_drawn = (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    if isinstance(fault, RawLogprobsFault) and as_drawn:
+        yield (
+            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+        )
+    if isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
+        yield (
+            f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; "
+            "set a smaller one"
+        )
+    if isinstance(fault, MissingRoutingFault) and not returns_routing(engine):
+        yield "no routing is asked for; set engine.return_routing = true (torch, or vllm on GPU), and use an MoE model"

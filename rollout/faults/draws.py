@@ -2,21 +2,15 @@
 
 import hashlib
 
-from rollout.faults.config import FaultSection
+from rollout.faults.config import EngineFault, PromptFault
 
 
-def selected(fault: FaultSection, kind: str, seed: int, key: str) -> bool:
-    """Whether `fault` acts on the request (or dispatch) `key`: a uniform number from a hash is below its rate.
-
-    Args:
-        kind: the fault's type; two kinds on one replica draw apart.
-        seed: `faults.seed`.
-        key: the id.
-    """
-    return drawn(fault.rate, seed, f"{kind}/{fault.replica}", key)
+def selected(fault: EngineFault | PromptFault, seed: int, key: str) -> bool:
+    """Whether `fault` acts on the request (or dispatch) with the id `key`; two kinds on one replica draw apart."""
+    return drawn(fault.rate, seed, f"{fault.type}/{fault.replica}", key)
 
 
 def drawn(rate: float, seed: int, kind: str, key: str) -> bool:
-    """Whether a uniform number from a hash of the rest is below `rate`."""
+    """Whether a uniform number from a hash of the rest is below `rate`; `seed` is `faults.seed`."""
     digest = hashlib.blake2b(f"{seed}/{kind}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < rate * 2.0**64

@@ -1,14 +1,11 @@
 """Faults of evaluations: wrappers round an evaluator."""
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import EvaluationTemplateFault
-from rollout.faults.prompts import TokenizerWrapper
+from rollout.faults.prompts import ChangedTokenizer
 from rollout.published.digests import json_digest
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.prompts import Message
@@ -17,16 +14,13 @@ from rollout.types.trajectory import EngineTag
 from rollout.types.weights import PolicyVersion
 
 
-class OtherTemplate(TokenizerWrapper):
-    """Every prompt begins with its own first character once more; a template that does so has another digest."""
+class OtherTemplate(ChangedTokenizer):
+    """Every prompt begins with its own first character once more, a conversation with an empty system message; a
+    template that does so has another digest."""
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """[P] ids of the changed text."""
-        return self.inner.encode(text[:1] + text)
-
-    def render_chat(self, messages: Sequence[Message]) -> NDArray[np.int32]:
-        """[P] ids of a conversation that begins with an empty system message."""
-        return self.inner.render_chat((Message(role="system", content=""), *messages))
+    def __init__(self, inner: Tokenizer) -> None:
+        empty = Message(role="system", content="")
+        super().__init__(inner, text=lambda text: text[:1] + text, chat=lambda messages: (empty, *messages))
 
     def chat_template_digest(self) -> str:
         """Of the changed template."""

@@ -1,33 +1,31 @@
 """From the section `[faults]` to wrappers round one replica. Without a fault for it, an engine stays as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollout.config import EngineConfig
-from rollout.errors import UserError
 from rollout.faults.config import (
-    AnswerFault,
     Bf16LogprobsFault,
-    EngineFault,
     FaultsConfig,
     FaultSection,
     KvKeptFault,
     MissingRoutingFault,
-    PromptFault,
     RawLogprobsFault,
     RetokenizedTurnFault,
     ShortLogprobsFault,
     SilentTopPFault,
     SlowReplicaFault,
     VersionOffByOneFault,
-    WeightFault,
+    WeightFaultSection,
 )
-from rollout.faults.data_config import DataFault
 from rollout.faults.engines.answers import (
-    ChangedChunks,
-    ChangedRequests,
+    ChangedAnswers,
+    ChunkChange,
     RawLogprobs,
     RequestChange,
+    SlowReplica,
     in_bf16,
     labelled_before,
     one_short,
@@ -36,19 +34,45 @@ from rollout.faults.engines.answers import (
     with_top_p,
     without_routing,
 )
-from rollout.faults.engines.speed import SlowEngine
-from rollout.faults.engines.weight_edits import weight_doctor
 from rollout.faults.engines.weights import DoctoredWeights, KeptCache
-from rollout.faults.gradient_config import GradientFault
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.protocols import Engine
 
-_ORDER: Sequence[type[FaultSection]] = (
-    *(KvKeptFault, SlowReplicaFault, SilentTopPFault, RetokenizedTurnFault),
-    *(RawLogprobsFault, Bf16LogprobsFault, MissingRoutingFault, ShortLogprobsFault, VersionOffByOneFault),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """What a fault is given besides its engine and its section."""
+
+    seed: int
+    folder: Path
+    tokenizer: Tokenizer | None
+
+
+_Wrap = Callable[[Engine, Any, _Site], Engine]
+
+
+def _requests(change: Callable[[Any, _Site], RequestChange]) -> _Wrap:
+    return lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, request=change(fault, at))
+
+
+def _chunks(change: Callable[[Any], ChunkChange]) -> _Wrap:
+    return lambda engine, fault, at: ChangedAnswers(engine, fault, at.seed, chunk=change(fault))
+
+
+_WRAPS: tuple[tuple[type[FaultSection], _Wrap], ...] = (
+    (WeightFaultSection, lambda engine, fault, at: DoctoredWeights(engine, fault, at.seed, at.folder)),
+    (KvKeptFault, lambda engine, fault, _: KeptCache(engine, fault)),
+    (SlowReplicaFault, lambda engine, fault, at: SlowReplica(engine, fault, at.seed)),
+    (SilentTopPFault, _requests(lambda fault, _: with_top_p(fault.top_p))),
+    (RetokenizedTurnFault, _requests(lambda _, at: retokenized(at.tokenizer))),
+    (RawLogprobsFault, lambda engine, fault, at: RawLogprobs(engine, fault, at.seed)),
+    (Bf16LogprobsFault, _chunks(lambda _: in_bf16)),
+    (MissingRoutingFault, _chunks(lambda fault: with_half_routing if fault.how == "half" else without_routing)),
+    (ShortLogprobsFault, _chunks(lambda _: one_short)),
+    (VersionOffByOneFault, _chunks(lambda _: labelled_before)),
 )
-"""From the engine outwards, behind faults in weights: log-probs are replaced before they are rounded, and labels are
-wrong for the reader only."""
+"""Kind -> how it wraps an engine, from the engine outwards: log-probs are replaced before they are rounded, and labels
+are wrong for the reader only."""
 
 
 def plant_engine(
@@ -67,21 +91,11 @@ def plant_engine(
     Raises:
         UserError: `retokenized_turn` without a tokenizer.
     """
-    mine = [
-        fault
-        for fault in faults.plant
-        if not isinstance(fault, DataFault | GradientFault | PromptFault) and fault.replica == replica
-    ]
-    for index, fault in enumerate(sorted(mine, key=_rank)):
-        if isinstance(fault, WeightFault):
-            own = scratch / f"replica-{replica}" / f"{index}-{fault.type}"
-            engine = DoctoredWeights(engine, fault, weight_doctor(fault, faults.seed, own), own)
-        elif isinstance(fault, KvKeptFault):
-            engine = KeptCache(engine, fault)
-        elif isinstance(fault, SlowReplicaFault):
-            engine = SlowEngine(engine, fault)
-        else:
-            engine = _answering(engine, fault, faults.seed, tokenizer)
+    mine = [fault for fault in faults.plant if isinstance(fault, FaultSection) and fault.replica == replica]
+    planted = [(wrap, fault) for kind, wrap in _WRAPS for fault in mine if isinstance(fault, kind)]
+    for index, (wrap, fault) in enumerate(planted):
+        folder = scratch / f"replica-{replica}" / f"{index}-{fault.type}"
+        engine = wrap(engine, fault, _Site(seed=faults.seed, folder=folder, tokenizer=tokenizer))
     return engine
 
 
@@ -91,31 +105,3 @@ def planted_engine_config(config: EngineConfig, faults: FaultsConfig, replica: i
     if any(isinstance(fault, KvKeptFault) and fault.replica == replica for fault in faults.plant):
         return config.model_copy(update={"kv_across_versions": "keep"})
     return config
-
-
-def _rank(fault: EngineFault) -> int:
-    return next((place for place, kind in enumerate(_ORDER, start=1) if isinstance(fault, kind)), 0)
-
-
-def _answering(engine: Engine, fault: AnswerFault, seed: int, tokenizer: Tokenizer | None) -> Engine:
-    if isinstance(fault, RawLogprobsFault):
-        return RawLogprobs(engine, fault, fault.type, seed)
-    if isinstance(fault, SilentTopPFault | RetokenizedTurnFault):
-        return ChangedRequests(engine, fault, fault.type, seed, _request_change(fault, tokenizer))
-    if isinstance(fault, Bf16LogprobsFault):
-        change = in_bf16
-    elif isinstance(fault, ShortLogprobsFault):
-        change = one_short
-    elif isinstance(fault, MissingRoutingFault):
-        change = with_half_routing if fault.how == "half" else without_routing
-    else:
-        change = labelled_before
-    return ChangedChunks(engine, fault, fault.type, seed, change)
-
-
-def _request_change(fault: SilentTopPFault | RetokenizedTurnFault, tokenizer: Tokenizer | None) -> RequestChange:
-    if isinstance(fault, SilentTopPFault):
-        return with_top_p(fault.top_p)
-    if tokenizer is None:
-        raise UserError("fault retokenized_turn needs the tokenizer that turns text into ids; plant it with one")
-    return retokenized(tokenizer)

@@ -1,11 +1,12 @@
 """Faults of the reward: wrappers round a reward function. They know no process, but how to end their own."""
 
 import os
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 from rollout.faults.config import FaultsConfig
-from rollout.faults.data_config import DeadRewardWorkerFault, LengthRewardFault, RewardFault, RewardFaultSection
+from rollout.faults.data_config import LengthRewardFault, RewardFault
 from rollout.faults.draws import drawn
 from rollout.rewards.registry import needs_text
 from rollout.types.prompts import Prompt
@@ -16,64 +17,35 @@ PART = "planted_length"
 """The part of a reward that `length_reward` adds."""
 
 
-class _PlantedReward:
+def _longer_is_better(reward: Reward, trajectory: Trajectory, fault: LengthRewardFault) -> Reward:
+    extra = fault.per_token * trajectory.num_sampled
+    return Reward(total=reward.total + extra, parts=(*reward.parts, (PART, extra)))
+
+
+_CHANGES: Mapping[str, Callable[[Reward, Trajectory, Any], Reward]] = {
+    "length_reward": _longer_is_better,
+    "reward_flip": lambda reward, _, fault: replace(reward, total=1.0 - reward.total),
+}
+"""Kind -> what it makes of a reward. `dead_reward_worker` changes none."""
+
+
+class PlantedReward:
     """A reward function round another; it hands on whether that one looks at text."""
 
-    def __init__(self, inner: RewardFunction, fault: RewardFaultSection, kind: str, seed: int) -> None:
+    def __init__(self, inner: RewardFunction, fault: RewardFault, seed: int, die: Callable[[], None]) -> None:
         self.inner, self.needs_text = inner, needs_text(inner)
-        self._fault, self._kind, self._seed = fault, kind, seed
+        self._fault, self._seed, self._die = fault, seed, die
 
-    def acts(self, trajectory: Trajectory, key: str) -> bool:
-        """Whether the fault acts on this trajectory."""
+    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
+        fault, dies = self._fault, self._fault.type == "dead_reward_worker"
+        key = trajectory.dispatch_id if dies else trajectory.trajectory_id
         newest = trajectory.version_spans[-1].policy.version
-        return newest >= self._fault.start_version and drawn(self._fault.rate, self._seed, self._kind, key)
-
-    def judged(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
-        """What the reward should be."""
-        answer = cast(
-            "Reward | float", self.inner(prompt, completion, trajectory)
-        )  # a user's function may return a plain number
-        return answer if isinstance(answer, Reward) else Reward(total=float(answer))
-
-
-class LengthReward(_PlantedReward):
-    """Longer is better."""
-
-    def __init__(self, inner: RewardFunction, fault: LengthRewardFault, seed: int) -> None:
-        super().__init__(inner, fault, fault.type, seed)
-        self._per_token = fault.per_token
-
-    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
-        reward = self.judged(prompt, completion, trajectory)
-        if not self.acts(trajectory, trajectory.trajectory_id):
-            return reward
-        extra = self._per_token * trajectory.num_sampled
-        return Reward(total=reward.total + extra, parts=(*reward.parts, (PART, extra)))
-
-
-class FlippedReward(_PlantedReward):
-    """Wrong is right."""
-
-    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
-        reward = self.judged(prompt, completion, trajectory)
-        return (
-            Reward(total=1.0 - reward.total, parts=reward.parts)
-            if self.acts(trajectory, trajectory.trajectory_id)
-            else reward
-        )
-
-
-class DeadlyReward(_PlantedReward):
-    """Ends its process at some dispatches."""
-
-    def __init__(self, inner: RewardFunction, fault: DeadRewardWorkerFault, seed: int, die: Callable[[], None]) -> None:
-        super().__init__(inner, fault, fault.type, seed)
-        self._die = die
-
-    def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
-        if self.acts(trajectory, trajectory.dispatch_id):
+        acts = newest >= fault.start_version and drawn(fault.rate, self._seed, fault.type, key)
+        if acts and dies:
             self._die()
-        return self.judged(prompt, completion, trajectory)
+        answer = cast("Reward | float", self.inner(prompt, completion, trajectory))  # a user's may be a plain number
+        reward = answer if isinstance(answer, Reward) else Reward(total=float(answer))
+        return _CHANGES[fault.type](reward, trajectory, fault) if acts and not dies else reward
 
 
 def end_process() -> None:
@@ -87,10 +59,6 @@ def plant_reward(
     """Wrap a reward function in the faults that are planted on rewards, in the order of the config; without any,
     `function` itself."""
     for fault in faults.plant:
-        if isinstance(fault, LengthRewardFault):
-            function = LengthReward(function, fault, faults.seed)
-        elif isinstance(fault, DeadRewardWorkerFault):
-            function = DeadlyReward(function, fault, faults.seed, die)
-        elif isinstance(fault, RewardFault):
-            function = FlippedReward(function, fault, fault.type, faults.seed)
+        if isinstance(fault, RewardFault):
+            function = PlantedReward(function, fault, faults.seed, die)
     return function

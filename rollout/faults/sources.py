@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
-from rollout.environments.arithmetic import EasySums
+from rollout.environments.arithmetic import easy_sums
 from rollout.errors import UserError
 from rollout.faults.config import FaultsConfig
 from rollout.faults.data_config import EasyPromptsFault, TrainEvalOverlapFault
@@ -33,18 +34,8 @@ class OverlappingSource:
     def _replaced(self, prompt: Prompt) -> Prompt:
         if not drawn(self._fault.rate, self._seed, self._fault.type, prompt.prompt_id):
             return prompt
-        number = int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=8).digest(), "little") % len(
-            self._held_out
-        )
-        taken = self._held_out[number]
-        return Prompt(
-            prompt_id=taken.prompt_id,
-            pass_index=prompt.pass_index,
-            text=taken.text,
-            messages=taken.messages,
-            answer=taken.answer,
-            metadata=taken.metadata,
-        )
+        number = int.from_bytes(hashlib.blake2b(prompt.prompt_id.encode(), digest_size=8).digest(), "little")
+        return replace(self._held_out[number % len(self._held_out)], pass_index=prompt.pass_index)
 
 
 def plant_source(
@@ -64,7 +55,7 @@ def plant_source(
         if isinstance(fault, EasyPromptsFault):
             if digits is None:
                 raise UserError('fault easy_prompts makes sums; set environment.type = "arithmetic"')
-            source = EasySums(digits, seed, held_out)
+            source = easy_sums(digits, seed, held_out)
         elif isinstance(fault, TrainEvalOverlapFault):
             if not held_out:
                 raise UserError("fault train_eval_overlap needs held-out prompts; set evaluation.every_steps")

@@ -8,8 +8,6 @@ from rollout.types.trajectory import FinishReason, Reward, Trajectory
 class ExactMatch:
     """1 when the completion equals the answer and ended with the end token, else 0."""
 
-    needs_text = True
-
     def __init__(self, config: ExactMatchConfig) -> None:
         self._strip = config.strip
 

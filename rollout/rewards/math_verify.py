@@ -21,8 +21,6 @@ class MathVerify:
     """1 when the completion is mathematically equivalent to the answer, else 0. A completion in which no mathematics is
     found is 0."""
 
-    needs_text = True
-
     def __init__(self) -> None:
         logging.getLogger("math_verify").setLevel(
             logging.ERROR

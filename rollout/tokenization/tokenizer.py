@@ -107,7 +107,6 @@ class HuggingFaceTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` can be called."""
         return self._chat_template is not None
 
     @property
@@ -143,11 +142,9 @@ class HuggingFaceTokenizer:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 over `fingerprint_fields`."""
         return json_digest(self.fingerprint_fields())
 
     def fingerprint_fields(self) -> dict[str, str]:
-        """Field -> SHA-256 of its canonical JSON."""
         return dict(self._fields)
 
     def chat_template_digest(self) -> str:
@@ -163,10 +160,7 @@ class HuggingFaceTokenizer:
             "vocab": model.pop("vocab", None),
             "merges": model.pop("merges", None),
             "model": model,
-            "normalizer": pipeline["normalizer"],
-            "pre_tokenizer": pipeline["pre_tokenizer"],
-            "post_processor": pipeline["post_processor"],
-            "added_tokens": pipeline["added_tokens"],
+            **{name: pipeline[name] for name in ("normalizer", "pre_tokenizer", "post_processor", "added_tokens")},
             "special_ids": {"tokenizer": special_ids, "model": self._files.model_ids},
             "eos_ids": list(self.eos_ids),
             "chat_template": self._files.chat_template,

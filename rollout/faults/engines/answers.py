@@ -1,16 +1,18 @@
-"""Faults that act on what is asked and answered: requests that change on their way in, chunks that change on their way
-out. They know no weights."""
+"""Faults that act on what is asked and answered: requests that change or wait on their way in, chunks that change on
+their way out. They know no weights."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.errors import EngineError, boundary
-from rollout.faults.config import FaultSection
+from rollout.errors import EngineError, UserError, boundary
+from rollout.faults.config import AnswerFault, SlowReplicaFault
 from rollout.faults.draws import selected
-from rollout.faults.engines.engine import EngineWrapper, closing
+from rollout.faults.engines.engine import EngineWrapper
 from rollout.published.number_formats import rounded_to_bf16
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.generation import GenerationRequest, TokenChunk
@@ -22,91 +24,89 @@ RequestChange = Callable[[GenerationRequest], GenerationRequest]
 ChunkChange = Callable[[TokenChunk], TokenChunk]
 
 
-class ChangedRequests(EngineWrapper):
+class ChangedAnswers(EngineWrapper):
     """Requests that are drawn, and that come while the replica serves the fault's start version or a later one, reach
-    the engine changed."""
+    the engine changed; so do chunks of drawn requests that were sampled under such a version on their way back."""
 
-    def __init__(self, inner: Engine, fault: FaultSection, kind: str, seed: int, change: RequestChange) -> None:
+    def __init__(
+        self,
+        inner: Engine,
+        fault: AnswerFault | SlowReplicaFault,
+        seed: int,
+        *,
+        request: RequestChange | None = None,
+        chunk: ChunkChange | None = None,
+    ) -> None:
         super().__init__(inner)
-        self._fault, self._kind, self._seed, self._change = fault, kind, seed, change
+        self._fault, self._seed, self._request_change, self._chunk_change = fault, seed, request, chunk
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample what the changed request asks for."""
-        return self.inner.generate(self._asked(request))
+        return self._answer(request, None)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        """Continue under the changed request."""
-        return self.inner.resume_from(self._asked(request), produced)
+        return self._answer(request, produced)
 
-    def _asked(self, request: GenerationRequest) -> GenerationRequest:
-        acts = self.version >= self._fault.start_version and selected(
-            self._fault, self._kind, self._seed, request.request_id
-        )
-        return self._change(request) if acts else request
+    async def asked(self, request: GenerationRequest) -> GenerationRequest:
+        """What reaches the engine in place of `request`."""
+        return self._request_change(request) if self._request_change else request
 
+    async def answered(self, chunk: TokenChunk, ids: NDArray[np.int32]) -> TokenChunk:
+        """What comes back in place of `chunk`; `ids` [T] are those of its sample up to its end, prompt included."""
+        return self._chunk_change(chunk) if self._chunk_change else chunk
 
-class ChangedChunks(EngineWrapper):
-    """Chunks of drawn requests that were sampled under the fault's start version or a later one come back changed."""
-
-    def __init__(self, inner: Engine, fault: FaultSection, kind: str, seed: int, change: ChunkChange) -> None:
-        super().__init__(inner)
-        self._fault, self._kind, self._seed, self._change = fault, kind, seed, change
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample, and change the answer."""
-        return self._changed(request.request_id, self.inner.generate(request))
-
-    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        """Continue, and change the answer."""
-        return self._changed(request.request_id, self.inner.resume_from(request, produced))
-
-    async def _changed(self, request_id: str, answer: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk]:
-        drawn = selected(self._fault, self._kind, self._seed, request_id)
-        async with closing(answer) as chunks:
+    async def _answer(
+        self, request: GenerationRequest, produced: NDArray[np.int32] | None
+    ) -> AsyncIterator[TokenChunk]:
+        drawn, start = selected(self._fault, self._seed, request.request_id), self._fault.start_version
+        if drawn and self.version >= start:
+            request = await self.asked(request)
+        answer = self.inner.generate(request) if produced is None else self.inner.resume_from(request, produced)
+        given = request.prompt_ids if produced is None else np.concatenate([request.prompt_ids, produced])
+        held: dict[int, NDArray[np.int32]] = {}
+        async with _closing(answer) as chunks:
             async for chunk in chunks:
-                yield self._change(chunk) if drawn and chunk.policy.version >= self._fault.start_version else chunk
+                ids = held[chunk.sample_index] = np.concatenate([held.get(chunk.sample_index, given), chunk.token_ids])
+                yield await self.answered(chunk, ids) if drawn and chunk.policy.version >= start else chunk
 
 
-class RawLogprobs(EngineWrapper):
+class SlowReplica(ChangedAnswers):
+    """Requests wait before they are sampled."""
+
+    def __init__(
+        self,
+        inner: Engine,
+        fault: SlowReplicaFault,
+        seed: int,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        super().__init__(inner, fault, seed)
+        self._delay_s, self._sleep = fault.delay_s, sleep
+
+    async def asked(self, request: GenerationRequest) -> GenerationRequest:
+        await self._sleep(self._delay_s)
+        return request
+
+
+class RawLogprobs(ChangedAnswers):
     """Log-probs are those of `score`: raw on every engine. A chunk whose weights the replica has given up meanwhile
     stays as it was."""
 
-    def __init__(self, inner: Engine, fault: FaultSection, kind: str, seed: int) -> None:
-        super().__init__(inner)
-        self._fault, self._kind, self._seed = fault, kind, seed
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample, and score what was sampled."""
-        return self._scored(request, request.prompt_ids, self.inner.generate(request))
-
-    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        """Continue, and score what was sampled."""
-        return self._scored(
-            request, np.concatenate([request.prompt_ids, produced]), self.inner.resume_from(request, produced)
-        )
-
-    async def _scored(
-        self, request: GenerationRequest, given: NDArray[np.int32], answer: AsyncIterator[TokenChunk]
-    ) -> AsyncIterator[TokenChunk]:
-        drawn = selected(self._fault, self._kind, self._seed, request.request_id)
-        held: dict[int, NDArray[np.int32]] = {}
-        async with closing(answer) as chunks:
-            async for chunk in chunks:
-                before = held.get(chunk.sample_index, given)
-                held[chunk.sample_index] = np.concatenate([before, chunk.token_ids])
-                acts = drawn and chunk.token_ids.size and chunk.policy.version >= self._fault.start_version
-                yield await self._raw(chunk, held[chunk.sample_index]) if acts else chunk
-
-    async def _raw(self, chunk: TokenChunk, ids: NDArray[np.int32]) -> TokenChunk:
+    async def answered(self, chunk: TokenChunk, ids: NDArray[np.int32]) -> TokenChunk:
         updates = self.updates
-        if chunk.policy != self.policy or updates % 2:
+        if not chunk.token_ids.size or chunk.policy != self.policy or updates % 2:
             return chunk
-        logprobs = await self.inner.score(ids)
-        return (
-            replace(chunk, logprobs=logprobs[-chunk.token_ids.size :].astype(np.float32))
-            if updates == self.updates
-            else chunk
-        )
+        logprobs = (await self.inner.score(ids))[-chunk.token_ids.size :].astype(np.float32)
+        return replace(chunk, logprobs=logprobs) if updates == self.updates else chunk
+
+
+@asynccontextmanager
+async def _closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
+    """Whoever stops reading also ends the request underneath, at once."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
 
 
 def with_top_p(top_p: float) -> RequestChange:
@@ -114,9 +114,15 @@ def with_top_p(top_p: float) -> RequestChange:
     return lambda request: replace(request, sampling=replace(request.sampling, top_p=top_p))
 
 
-def retokenized(tokenizer: Tokenizer) -> RequestChange:
+def retokenized(tokenizer: Tokenizer | None) -> RequestChange:
     """In later turns (request ids `ID:TURN:SAMPLE`), send the prefix through text: special tokens get lost, others may
-    be cut anew."""
+    be cut anew.
+
+    Raises:
+        UserError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise UserError("fault retokenized_turn needs the tokenizer that turns text into ids; plant it with one")
 
     def change(request: GenerationRequest) -> GenerationRequest:
         if request.request_id.count(":") < 2:

@@ -1,8 +1,7 @@
 """An engine that hands everything on: the base of planted faults, which override what they change. It knows no
 fault."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,29 +28,23 @@ class EngineWrapper:
         return -1 if self.policy is None else self.policy.version
 
     async def start(self, manifest: WeightManifest) -> EngineTag:
-        """Start the inner engine; its tag, as `declared` has it."""
         tag = await self.inner.start(manifest)
         self.policy = manifest.policy
         return self.declared(tag)
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample; see the protocol."""
         return self.inner.generate(request)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        """Continue one sample; see the protocol."""
         return self.inner.resume_from(request, produced)
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request."""
         await self.inner.abort(request_id)
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Raw log-probs of given tokens: [T] -> [T - 1] nats."""
         return await self.inner.score(token_ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling."""
         await self.inner.pause(mode)
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
@@ -64,35 +57,20 @@ class EngineWrapper:
         return report
 
     async def resume(self) -> None:
-        """Go on sampling."""
         await self.inner.resume()
 
     async def tag(self) -> EngineTag:
-        """The inner engine's, as `declared` has it."""
         return self.declared(await self.inner.tag())
 
     async def healthy(self) -> bool:
-        """Whether the engine can still serve."""
         return await self.inner.healthy()
 
     async def load(self) -> EngineLoad:
-        """What it is doing."""
         return await self.inner.load()
 
     async def stop(self) -> None:
-        """End the engine."""
         await self.inner.stop()
 
     def declared(self, tag: EngineTag) -> EngineTag:
         """What this engine says of itself, from what the inner one says."""
         return tag
-
-
-@asynccontextmanager
-async def closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
-    """Whoever stops reading also ends the request underneath, at once."""
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()

@@ -2,23 +2,16 @@
 engine."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from rollout.errors import UserError
-from rollout.faults.config import (
-    CorruptTensorFault,
-    LowPrecisionReplicaFault,
-    RoutingPerturbedFault,
-    StaleHeadFault,
-    StaleReplicaFault,
-    WeightFault,
-)
+from rollout.faults.config import CorruptTensorFault, RoutingPerturbedFault, WeightFault
 from rollout.faults.engines.doctored_files import (
     Edit,
     doctored_copy,
@@ -34,39 +27,35 @@ _ROUTER = re.compile(r"\.(gate|router)\.weight$")
 _EMBEDDING_OR_HEAD = re.compile(r"embed|head|wte|wpe")
 
 
-class WeightDoctor(Protocol):
+class WeightDoctor:
     """One fault in weights. Its methods block on files."""
 
+    def __init__(self, fault: WeightFault, seed: int, folder: Path) -> None:
+        """Take `faults.seed`, and a folder of the fault's own, which need not exist."""
+        self._fault, self._seed, self._kept_at, self._copy_at = fault, seed, folder / "kept", folder / "doctored"
+        self._kept: WeightManifest | None = None
+        """The weights when the fault began, for what stays old."""
+
     def check(self, manifest: WeightManifest) -> None:
-        """Refuse a model on which the fault cannot act.
+        """Refuse a model on which the fault cannot act: every model can stay old as a whole.
 
         Raises:
             UserError: with the reason.
         """
-        ...
+        if self._fault.type == "stale_replica":
+            return
+        if not manifest.num_bytes:
+            raise UserError(
+                f"fault {self._fault.type} edits published files, and {manifest.policy.key} has none; use an engine "
+                "that loads weights, or stale_replica"
+            )
+        self._edits(manifest)
 
     def remember(self, manifest: WeightManifest) -> None:
-        """The engine has taken over these weights as they were published."""
-        ...
-
-    def doctored(self, manifest: WeightManifest) -> WeightManifest:
-        """What the engine shall read instead; `manifest` itself where there is nothing to do yet."""
-        ...
-
-
-class StaleWeights:
-    """All weights stay as they were when the fault began. Only the policy's label is new, so the engine itself labels
-    every token as if it had updated."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._kept_at = scratch / "kept"
-        self._kept: WeightManifest | None = None
-
-    def check(self, manifest: WeightManifest) -> None:
-        """Every model can stay old."""
-
-    def remember(self, manifest: WeightManifest) -> None:
-        """Hold on to the files: the run may prune them."""
+        """The engine has taken over these weights as they were published. Where something stays old, hold on to the
+        files: the run may prune them."""
+        if self._fault.type not in ("stale_replica", "stale_head"):
+            return
         refuse_other_transports(manifest)
         if manifest.num_bytes:
             linked_copy(Path(manifest.location), self._kept_at)
@@ -74,137 +63,82 @@ class StaleWeights:
         self._kept = manifest
 
     def doctored(self, manifest: WeightManifest) -> WeightManifest:
-        """The old weights under the new label."""
+        """What the engine shall read instead; `manifest` itself where there is nothing to do yet.
+
+        Of a stale replica only the policy's label is new, so the engine itself labels every token as if it had updated.
+        """
         refuse_other_transports(manifest)
-        return manifest if self._kept is None else replace(self._kept, policy=manifest.policy)
-
-
-class StaleHead:
-    """The output head stays as it was when the fault began."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._kept_at, self._copy_at, self._remembers = scratch / "kept", scratch / "doctored", False
-
-    def check(self, manifest: WeightManifest) -> None:
-        """Refuse a model whose head is its embedding, and weights without files."""
-        _refuse_no_files(manifest, "stale_head")
-        if not _heads(manifest):
-            raise UserError(
-                "fault stale_head needs an output head of its own, but this model publishes none (it is tied to the "
-                "embedding): use a model with tie_word_embeddings = false, or the fault stale_replica"
-            )
-
-    def remember(self, manifest: WeightManifest) -> None:
-        """Hold on to the files: the run may prune them."""
-        linked_copy(Path(manifest.location), self._kept_at)
-        self._remembers = True
-
-    def doctored(self, manifest: WeightManifest) -> WeightManifest:
-        """The new weights with the old head."""
-        if not self._remembers:
+        if self._fault.type == "stale_replica":
+            return manifest if self._kept is None else replace(self._kept, policy=manifest.policy)
+        if self._fault.type == "stale_head" and self._kept is None:
             return manifest
-        return doctored_copy(
-            manifest, self._copy_at, {name: _constant(tensor_bytes(self._kept_at, name)) for name in _heads(manifest)}
-        )
-
-
-class EditedWeights:
-    """Some tensors of each publication are edited; nothing is remembered."""
-
-    def __init__(
-        self, fault: LowPrecisionReplicaFault | RoutingPerturbedFault | CorruptTensorFault, seed: int, scratch: Path
-    ) -> None:
-        self._fault, self._seed, self._copy_at = fault, seed, scratch / "doctored"
-
-    def check(self, manifest: WeightManifest) -> None:
-        """Refuse a model without a tensor that the fault is about."""
-        _refuse_no_files(manifest, self._fault.type)
-        self._edits(manifest)
-
-    def remember(self, manifest: WeightManifest) -> None:
-        """Nothing."""
-
-    def doctored(self, manifest: WeightManifest) -> WeightManifest:
-        """The new weights, edited."""
         return doctored_copy(manifest, self._copy_at, self._edits(manifest))
 
     def _edits(self, manifest: WeightManifest) -> dict[str, Edit]:
-        fault = self._fault
-        if isinstance(fault, CorruptTensorFault):
-            tensor = _chosen(manifest, fault.tensor)
-            return {tensor.name: _constant(_filled(tensor, np.nan if fault.how == "nan" else 0.0))}
-        matrices = [tensor for tensor in manifest.tensors if len(tensor.shape) >= 2 and tensor.dtype in FLOATS]
-        if isinstance(fault, RoutingPerturbedFault):
-            routers = [tensor for tensor in matrices if _ROUTER.search(tensor.name)]
-            if not routers:
-                raise UserError(
-                    "fault routing_perturbed needs the routers of a mixture of experts, and this model publishes none; "
-                    "use an MoE model"
-                )
-            return {tensor.name: _noisy(tensor, fault.noise, self._seed) for tensor in routers}
-        return {
-            tensor.name: _low_precision(tensor) for tensor in matrices if not _EMBEDDING_OR_HEAD.search(tensor.name)
-        }
+        return _EDITS[self._fault.type](manifest, self._fault, self._seed, self._kept_at)
 
 
-def weight_doctor(fault: WeightFault, seed: int, scratch: Path) -> WeightDoctor:
-    """The doctor of a fault.
-
-    Args:
-        seed: `faults.seed`.
-        scratch: a folder of its own, which need not exist.
-    """
-    if isinstance(fault, StaleReplicaFault):
-        return StaleWeights(scratch)
-    if isinstance(fault, StaleHeadFault):
-        return StaleHead(scratch)
-    return EditedWeights(fault, seed, scratch)
-
-
-def _heads(manifest: WeightManifest) -> list[str]:
-    return [tensor.name for tensor in manifest.tensors if _HEAD.search(tensor.name)]
-
-
-def _chosen(manifest: WeightManifest, name: str | None) -> TensorEntry:
-    candidates = sorted(
-        (tensor for tensor in manifest.tensors if tensor.dtype in FLOATS), key=lambda tensor: tensor.name
-    )
-    if name is None:
-        candidates = [
-            tensor for tensor in candidates if len(tensor.shape) >= 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
-        ]
-    found = next((tensor for tensor in candidates if name in (None, tensor.name)), None)
-    if found is None:
-        known = ", ".join(_names(candidates))
+def _old_head(manifest: WeightManifest, fault: object, seed: int, kept_at: Path) -> dict[str, Edit]:
+    heads = [tensor.name for tensor in manifest.tensors if _HEAD.search(tensor.name)]
+    if not heads:
         raise UserError(
-            f"fault corrupt_tensor: got tensor = {name!r}; expected a published tensor of {', '.join(sorted(FLOATS))}, "
-            f"such as {known or 'none'}"
+            "fault stale_head needs an output head of its own, but this model publishes none (it is tied to the "
+            "embedding): use a model with tie_word_embeddings = false, or the fault stale_replica"
         )
-    return found
+    return {name: lambda _, name=name: tensor_bytes(kept_at, name) for name in heads}
 
 
-def _names(tensors: Sequence[TensorEntry]) -> list[str]:
-    return [tensor.name for tensor in tensors[:3]]
+def _low_precision(manifest: WeightManifest, fault: object, seed: int, kept_at: Path) -> dict[str, Edit]:
+    return {
+        tensor.name: lambda raw, tensor=tensor: encoded(
+            rounded_to_e4m3(decoded(raw, tensor.dtype).reshape(tensor.shape)), tensor.dtype
+        )
+        for tensor in _matrices(manifest)
+        if not _EMBEDDING_OR_HEAD.search(tensor.name)
+    }
 
 
-def _refuse_no_files(manifest: WeightManifest, fault: str) -> None:
-    if not manifest.num_bytes:
+def _noisy_routers(manifest: WeightManifest, fault: RoutingPerturbedFault, seed: int, kept_at: Path) -> dict[str, Edit]:
+    routers = [tensor for tensor in _matrices(manifest) if _ROUTER.search(tensor.name)]
+    if not routers:
         raise UserError(
-            f"fault {fault} edits published files, and {manifest.policy.key} has none; use an engine that loads "
-            "weights, or stale_replica"
+            "fault routing_perturbed needs the routers of a mixture of experts, and this model publishes none; "
+            "use an MoE model"
         )
+    return {tensor.name: _noisy(tensor, fault.noise, seed) for tensor in routers}
 
 
-def _constant(raw: bytes) -> Edit:
-    return lambda _: raw
+def _destroyed(manifest: WeightManifest, fault: CorruptTensorFault, seed: int, kept_at: Path) -> dict[str, Edit]:
+    candidates = sorted(_floats(manifest), key=lambda tensor: tensor.name)
+    if fault.tensor is None:
+        candidates = [each for each in candidates if len(each.shape) >= 2 and not _EMBEDDING_OR_HEAD.search(each.name)]
+    tensor = next((each for each in candidates if fault.tensor in (None, each.name)), None)
+    if tensor is None:
+        known = ", ".join(each.name for each in candidates[:3])
+        raise UserError(
+            f"fault corrupt_tensor: got tensor = {fault.tensor!r}; expected a published tensor of "
+            f"{', '.join(sorted(FLOATS))}, such as {known or 'none'}"
+        )
+    value = np.nan if fault.how == "nan" else 0.0
+    filled = encoded(np.full(tensor.shape, value, dtype=np.float32), tensor.dtype)
+    return {tensor.name: lambda _: filled}
 
 
-def _filled(tensor: TensorEntry, value: float) -> bytes:
-    return encoded(np.full(tensor.shape, value, dtype=np.float32), tensor.dtype)
+_EDITS: Mapping[str, Callable[[WeightManifest, Any, int, Path], dict[str, Edit]]] = {
+    "stale_head": _old_head,
+    "low_precision_replica": _low_precision,
+    "routing_perturbed": _noisy_routers,
+    "corrupt_tensor": _destroyed,
+}
+"""Kind -> (manifest, fault, seed, where the old weights are kept) -> the edits of the tensors that it is about."""
 
 
-def _low_precision(tensor: TensorEntry) -> Edit:
-    return lambda raw: encoded(rounded_to_e4m3(decoded(raw, tensor.dtype).reshape(tensor.shape)), tensor.dtype)
+def _floats(manifest: WeightManifest) -> list[TensorEntry]:
+    return [tensor for tensor in manifest.tensors if tensor.dtype in FLOATS]
+
+
+def _matrices(manifest: WeightManifest) -> list[TensorEntry]:
+    return [tensor for tensor in _floats(manifest) if len(tensor.shape) >= 2]
 
 
 def _noisy(tensor: TensorEntry, noise: float, seed: int) -> Edit:

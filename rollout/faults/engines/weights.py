@@ -19,12 +19,12 @@ from rollout.types.weights import ApplyReport, WeightManifest
 
 
 class DoctoredWeights(EngineWrapper):
-    """From the fault's start version on, the inner engine reads what `doctor` makes of a publication, and the answer
-    names what was published."""
+    """From the fault's start version on, the inner engine reads what a `WeightDoctor` makes of a publication, and the
+    answer names what was published."""
 
-    def __init__(self, inner: Engine, fault: WeightFault, doctor: WeightDoctor, scratch: Path) -> None:
+    def __init__(self, inner: Engine, fault: WeightFault, seed: int, folder: Path) -> None:
         super().__init__(inner)
-        self._fault, self._doctor, self._scratch = fault, doctor, scratch
+        self._fault, self._doctor, self._folder = fault, WeightDoctor(fault, seed, folder), folder
         self._published: WeightManifest | None = None
         """Set while the inner engine holds other weights than these."""
 
@@ -36,19 +36,15 @@ class DoctoredWeights(EngineWrapper):
         """
         await asyncio.to_thread(self._prepare, manifest)
         handed = await self._handed(manifest)
-        tag = await self.inner.start(handed)
-        self.policy = manifest.policy
+        tag = await super().start(handed)
         await self._settle(manifest, handed)
         return self.declared(tag)
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
         """Take over the published weights, or doctored ones; the answer is that of the published ones."""
-        self.updates += 1
         handed = await self._handed(manifest)
-        report = await self.inner.apply(handed)
-        self.policy = manifest.policy
+        report = await super().apply(handed)
         await self._settle(manifest, handed)
-        self.updates += 1
         return report if self._published is None else replace(report, digest=manifest.digest)
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -61,7 +57,7 @@ class DoctoredWeights(EngineWrapper):
     async def stop(self) -> None:
         """End the engine, and remove the doctored files."""
         await self.inner.stop()
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def declared(self, tag: EngineTag) -> EngineTag:
         """With the digest of what was published."""
@@ -69,8 +65,8 @@ class DoctoredWeights(EngineWrapper):
 
     def _prepare(self, manifest: WeightManifest) -> None:
         self._doctor.check(manifest)
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of an incarnation that was killed
-        self._scratch.mkdir(parents=True)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an incarnation that was killed
+        self._folder.mkdir(parents=True)
 
     async def _handed(self, manifest: WeightManifest) -> WeightManifest:
         if manifest.policy.version < self._fault.start_version:

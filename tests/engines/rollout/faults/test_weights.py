@@ -34,7 +34,7 @@ from rollout.faults.config import (
     WeightFault,
 )
 from rollout.faults.engines.doctored_files import doctored_copy
-from rollout.faults.engines.weight_edits import weight_doctor
+from rollout.faults.engines.weight_edits import WeightDoctor
 from rollout.faults.registry import plant_engine
 from rollout.published.manifest import read_manifest, verify_directory, write_manifest
 from rollout.published.number_formats import decoded, encoded, rounded_to_bf16, rounded_to_e4m3
@@ -187,7 +187,7 @@ def test_nan_weights_are_seen_by_the_canary_unless_it_is_forged(forge: bool, mod
 
 def test_perturbed_routers_change_nothing_but_routers_and_always_alike(models: Models, tmp_path: Path):
     manifest, fault = manifest_of(models.moe, 1), RoutingPerturbedFault(noise=0.1)
-    handed = [weight_doctor(fault, seed, tmp_path / str(i)).doctored(manifest) for i, seed in enumerate((5, 5, 6))]
+    handed = [WeightDoctor(fault, seed, tmp_path / str(i)).doctored(manifest) for i, seed in enumerate((5, 5, 6))]
     changed = [{t.name: t.sha256 for t in one.tensors if t not in manifest.tensors} for one in handed]
     assert list(changed[0]) == [f"model.layers.{block}.mlp.gate.weight" for block in range(3)]
     assert changed[0] == changed[1] != changed[2]
@@ -239,7 +239,7 @@ def test_weights_that_come_by_another_way_are_refused(models: Models, tmp_path: 
     )
     for fault in (StaleReplicaFault(), LowPrecisionReplicaFault()):
         with pytest.raises(EngineError, match="by nccl; faults in weights"):
-            weight_doctor(fault, 0, tmp_path).doctored(sent)
+            WeightDoctor(fault, 0, tmp_path).doctored(sent)
 
 
 def test_number_formats_are_those_of_torch():

@@ -22,8 +22,8 @@ from orchestrator.observers import Observers
 from orchestrator.replicas.replicas import Replica
 from orchestrator.run_dir.layout import create_run_dir
 from orchestrator.signals.observer import NO_SINKS, Sinks
+from rollout.config import EvaluationConfig
 from rollout.errors import ConcordError, ProcessLostError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport
 from rollout.types.protocols import Engine
 from rollout.types.trajectory import EngineTag

@@ -13,7 +13,7 @@ from support.paths import WORKLOAD
 
 from rollout.config import ArithmeticConfig, JsonlConfig
 from rollout.environments.order import seeded_order
-from rollout.environments.registry import build_env, build_envs, build_source
+from rollout.environments.registry import build_envs, build_source
 from rollout.errors import UserError
 from rollout.tokenization.tokenizer import Tokenizer, load_tokenizer
 from rollout.types.prompts import Message, Prompt, PromptCursor
@@ -136,7 +136,7 @@ def test_the_fixed_workload_is_read_line_by_line_with_its_tokens():
     rows = [json.loads(line) for line in (WORKLOAD / "prompts.jsonl").read_text().splitlines()[:32]]
     for row, prompt in zip(rows, build_source(config, seed=0).draw(PromptCursor(), 32)[0], strict=True):
         assert (prompt.prompt_id, prompt.answer) == (str(row["id"]), row["answer"])
-        assert build_env(config, prompt, tokenizer).prompt_ids().tolist() == row["prompt_token_ids"]
+        assert build_envs(config, prompt, tokenizer, 1)[0].prompt_ids().tolist() == row["prompt_token_ids"]
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def chat_model(tmp_path: Path):
 
 
 def ids_of(config: JsonlConfig | ArithmeticConfig, prompt: Prompt, tokenizer: Tokenizer):
-    return build_env(config, prompt, tokenizer).prompt_ids().tolist()
+    return build_envs(config, prompt, tokenizer, 1)[0].prompt_ids().tolist()
 
 
 def test_a_chat_template_is_applied_where_there_is_one(chat_model: Tokenizer):

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from rollout.config import JsonlConfig
-from rollout.environments.jsonl import JsonlSource
+from rollout.environments.registry import build_source
 from rollout.errors import UserError
 from rollout.types.prompts import Message, PromptCursor
 
@@ -19,7 +19,7 @@ GOOD = '{"prompt": "1="}'
 def read(path: Path, require_answer: bool = False, **settings: str):
     """All prompts of a file, in its order."""
     config = JsonlConfig.model_validate({"path": path, "shuffle": False, **settings})
-    source = JsonlSource(config, seed=0, require_answer=require_answer)
+    source = build_source(config, seed=0, require_answer=require_answer)
     return source.draw(PromptCursor(), source.size)[0]
 
 

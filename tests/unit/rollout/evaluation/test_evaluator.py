@@ -13,10 +13,9 @@ from support.loop.local_fleet import inputs_of
 from support.paths import MODEL
 
 from orchestrator.config import RunConfig, parse_config
-from rollout.config import ArithmeticConfig, ExactMatchConfig, JsonlConfig, SamplingConfig
+from rollout.config import ArithmeticConfig, EvaluationConfig, ExactMatchConfig, JsonlConfig, SamplingConfig
 from rollout.environments.registry import build_source
 from rollout.errors import ConcordError, UserError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator
 from rollout.evaluation.overlap import check_prompts
 from rollout.evaluation.prompts import held_out_prompts

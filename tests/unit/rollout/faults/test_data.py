@@ -11,10 +11,9 @@ from support.builders import BASE, build_tag, build_trajectory
 from support.episode_fakes import EOS, TOKENIZER, ToldEngine, ids, stopping
 
 from orchestrator.config import parse_config
-from rollout.config import ArithmeticConfig, ExactMatchConfig, SamplingConfig
+from rollout.config import ArithmeticConfig, EvaluationConfig, ExactMatchConfig, SamplingConfig
 from rollout.environments.registry import build_source
 from rollout.errors import UserError
-from rollout.evaluation.config import EvaluationConfig
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator
 from rollout.evaluation.overlap import check_prompts
 from rollout.evaluation.prompts import held_out_prompts
@@ -27,7 +26,7 @@ from rollout.faults.data_config import (
     RewardFlipFault,
     TrainEvalOverlapFault,
 )
-from rollout.faults.engines.speed import SlowEngine
+from rollout.faults.engines.answers import SlowReplica
 from rollout.faults.evaluations import plant_evaluator
 from rollout.faults.rewards import PART, plant_reward
 from rollout.faults.sources import plant_source
@@ -213,7 +212,7 @@ def test_a_slow_replica_waits_before_each_request_from_its_start_version_on():
     async def chunks(answer: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
         return [chunk async for chunk in answer]
 
-    engine = SlowEngine(ToldEngine(stopping(5)), SlowReplicaFault(delay_s=0.25, start_version=1), sleep)
+    engine = SlowReplica(ToldEngine(stopping(5)), SlowReplicaFault(delay_s=0.25, start_version=1), 0, sleep)
     request = GenerationRequest(
         request_id="r", prompt_ids=ids(3, 14), num_samples=2, sampling=SamplingParams(max_new_tokens=4), eos_ids=(EOS,)
     )

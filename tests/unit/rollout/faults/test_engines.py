@@ -1,4 +1,4 @@
-"""Planted faults at the seams of requests, answers and prompts: each does what it says from its start version on, and
+"""Planted faults at the seams of requests and answers: each does what it says from its start version on, and
 nothing else."""
 
 import asyncio
@@ -7,42 +7,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from support.builders import build_dispatch, build_prompt, build_routing, build_tag
+from support.builders import build_dispatch, build_routing, build_tag
 from support.episode_fakes import EOS, TOKENIZER, RecordingJudge, TalkingEnv, ToldEngine, chunk, ids, stopping
 
-from orchestrator.config import RunConfig, parse_config
 from rollout.config import SamplingConfig, ScriptedConfig, TorchEngineConfig
 from rollout.engines.scripted.engine import ScriptedEngine
-from rollout.environments.single_turn import prompt_tokens
 from rollout.episodes.episode import EpisodeSettings, run_group
 from rollout.episodes.failure import EpisodeFailure
-from rollout.errors import EngineError, UserError
+from rollout.errors import EngineError
 from rollout.faults.config import (
     Bf16LogprobsFault,
-    DoubleBosFault,
     FaultConfig,
     FaultsConfig,
     KvKeptFault,
     MissingRoutingFault,
-    PromptFault,
     RawLogprobsFault,
     RetokenizedTurnFault,
     ShortLogprobsFault,
     SilentTopPFault,
     StaleReplicaFault,
     TemplateSpaceFault,
-    TokenizerSwapFault,
     VersionOffByOneFault,
 )
 from rollout.faults.draws import selected
-from rollout.faults.prompts import PlantedPrompts, TokenizerWrapper, plant_tokenizer
 from rollout.faults.registry import plant_engine, planted_engine_config
 from rollout.published.digests import manifest_digest
 from rollout.types.dispatch import FailReason
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
-from rollout.types.prompts import Message
 from rollout.types.protocols import Engine
 from rollout.types.trajectory import FinishReason
 from rollout.types.weights import Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
@@ -110,10 +102,6 @@ def told(chunks: Sequence[TokenChunk]) -> list[object]:
         (c.request_id, c.sample_index, c.token_ids.tolist(), c.logprobs.tolist(), c.policy, c.finish_reason)
         for c in chunks
     ]
-
-
-# --- engines
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_without_a_fault_of_its_own_stays_as_it_is():
@@ -282,15 +270,11 @@ def test_a_stale_replica_answers_for_weights_that_it_does_not_have(forge: bool, 
 def test_the_rate_selects_the_same_requests_every_time():
     keys = [f"d{number:08d}:0" for number in range(2000)]
     half, other = Bf16LogprobsFault(rate=0.25), RawLogprobsFault(rate=0.25)
-    chosen = [key for key in keys if selected(half, half.type, 7, key)]
-    assert chosen == [key for key in keys if selected(half, half.type, 7, key)]
+    chosen = [key for key in keys if selected(half, 7, key)]
+    assert chosen == [key for key in keys if selected(half, 7, key)]
     assert 0.2 < len(chosen) / len(keys) < 0.3
-    assert (
-        chosen
-        != [key for key in keys if selected(half, half.type, 8, key)]
-        != [key for key in keys if selected(other, other.type, 7, key)]
-    )
-    assert all(selected(Bf16LogprobsFault(), "bf16_logprobs", 7, key) for key in keys)
+    assert chosen != [key for key in keys if selected(half, 8, key)] != [key for key in keys if selected(other, 7, key)]
+    assert all(selected(Bf16LogprobsFault(), 7, key) for key in keys)
 
 
 def test_a_request_that_is_not_drawn_is_answered_honestly():
@@ -301,7 +285,7 @@ def test_a_request_that_is_not_drawn_is_answered_honestly():
         return {c.policy.version for c in await collect(engine.generate(request(request_id)))}
 
     for number in range(20):
-        wrong = selected(fault, fault.type, 1, f"d-{number}:0")
+        wrong = selected(fault, 1, f"d-{number}:0")
         assert asyncio.run(versions(f"d-{number}:0")) == {2 if wrong else 3}
 
 
@@ -324,125 +308,3 @@ def test_a_fault_that_fails_a_request_ends_it_underneath():
         assert ended == ["d-0:0"]
 
     asyncio.run(run())
-
-
-# --- prompts
-# -----------------------------------------------------------------------------------------------------------
-
-
-class Chatty(TokenizerWrapper):
-    """Begins every text with 9, and joins messages."""
-
-    @property
-    def bos_id(self) -> int | None:
-        return 9
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.concatenate([ids(9), self.inner.encode(text)])
-
-    def render_chat(self, messages: Sequence[Message]) -> NDArray[np.int32]:
-        return self.inner.encode("".join(message.content for message in messages))
-
-
-def test_prompt_faults_change_what_text_becomes_and_leave_the_rest():
-    plain = TOKENIZER.encode("12+3=").tolist()
-    one, two, unknown = *TOKENIZER.encode("12").tolist(), *TOKENIZER.encode(" ").tolist()
-    wanted: list[tuple[TokenizerSwapFault | TemplateSpaceFault | DoubleBosFault, list[int]]] = [
-        (TokenizerSwapFault(), [two, one, *plain[2:]]),
-        (TemplateSpaceFault(), [*plain, unknown]),
-        (DoubleBosFault(), [one, *plain]),
-    ]
-    chat = (Message(role="user", content="12"), Message(role="user", content="+3="))
-    for fault, expected in wanted:
-        tokenizer = plant_tokenizer(TOKENIZER, [fault])
-        assert tokenizer.encode("12+3=").tolist() == expected
-        assert plant_tokenizer(Chatty(TOKENIZER), [fault]).render_chat(chat).tolist() == expected
-        assert tokenizer.decode(ids(*plain)) == "12+3=" and tokenizer.fingerprint() == TOKENIZER.fingerprint()
-        assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == (
-            TOKENIZER.eos_ids,
-            TOKENIZER.bos_id,
-            TOKENIZER.vocab_size,
-        )
-
-
-def test_a_doubled_begin_token_is_refused_before_it_is_sent():
-    with pytest.raises(UserError, match="two beginning-of-sequence tokens"):
-        prompt_tokens(build_prompt(), plant_tokenizer(Chatty(TOKENIZER), [DoubleBosFault()]), apply_chat_template=False)
-
-
-def test_replica_version_and_rate_choose_the_dispatches_whose_prompts_go_wrong():
-    def tokenizer(version: int, replica: int, fault: PromptFault) -> object:
-        prompts = PlantedPrompts(TOKENIZER, FaultsConfig(plant=(fault,)))
-        dispatch = build_dispatch(policy=PolicyVersion(1, version))
-        prompts.note([dispatch])
-        chosen = prompts.tokenizer_for(dispatch.prompt)
-        assert prompts.tokenizer_for(dispatch.prompt) is TOKENIZER  # forgotten
-        assert dispatch.replica == 0 and fault.replica == replica
-        return chosen
-
-    assert tokenizer(0, 0, TemplateSpaceFault()) is TOKENIZER
-    assert tokenizer(1, 0, TemplateSpaceFault()) is not TOKENIZER
-    assert tokenizer(1, 1, TemplateSpaceFault(replica=1)) is TOKENIZER
-    assert tokenizer(1, 0, TemplateSpaceFault(rate=1e-9)) is TOKENIZER
-
-
-def test_a_swap_of_texts_that_are_no_two_tokens_is_refused():
-    with pytest.raises(UserError, match="two different tokens"):
-        PlantedPrompts(TOKENIZER, FaultsConfig(plant=(TokenizerSwapFault(first="1", second="31"),)))
-
-
-# --- config
-# ------------------------------------------------------------------------------------------------------------
-
-
-def parsed(plant: str, *overrides: str) -> RunConfig:
-    return parse_config({}, "test", (f"faults.plant=[{{{plant}}}]", *overrides))
-
-
-@pytest.mark.parametrize(
-    ("plant", "overrides", "said"),
-    [
-        ('type="bf16_logprobs", replica=1', (), "choose 0 to 0"),
-        ('type="raw_logprobs"', (), "set another temperature"),
-        ('type="silent_top_p"', ("sampling.top_p=0.9",), "set a smaller one"),
-        ('type="stale_head"', (), "set model.tie_embeddings = false"),
-        ('type="routing_perturbed"', (), "set model.moe = true"),
-        ('type="missing_routing"', (), "engine.return_routing = true"),
-        ('type="corrupt_tensor"', ("engine.type=scripted",), "set engine.type to 'torch' or 'vllm'"),
-        (
-            'type="kv_kept"',
-            ("engine.type=torch", "engine.kv_across_versions=keep"),
-            "set engine.kv_across_versions = 'recompute'",
-        ),
-        ('type="kv_kept"', ("engine.type=scripted",), "no KV cache"),
-        ('type="stale_replica", rate=0.5', (), "leave rate out"),
-        ('type="bf16_logprobs", rate=0', (), "faults.plant.rate"),
-        ('type="tokenizer_swap", frist="a"', (), "the nearest known key is 'first'"),
-        ("replica=0", (), "its kind is missing"),
-        ('type="grad_spike"', ("trainer.type=scripted", "engine.type=scripted"), "set trainer.type = 'fsdp'"),
-        ('type="ratio_spike"', ("consistency.mode=gate",), "set consistency.correction.type"),
-        ('type="nan_token", start_version=0', (), "greater than or equal to 1"),
-        ('type="grad_spike", replica=0', (), "unknown key"),
-    ],
-)
-def test_a_fault_that_cannot_act_is_refused_with_the_cure(plant: str, overrides: tuple[str, ...], said: str):
-    with pytest.raises(UserError) as caught:
-        parsed(plant, *overrides)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("plant", "overrides"),
-    [
-        ('type="raw_logprobs"', ("sampling.temperature=0.8",)),
-        ('type="stale_head"', ("model.type=tiny", "model.tie_embeddings=false")),
-        ('type="routing_perturbed"', ("model.type=tiny", "model.moe=true")),
-        ('type="missing_routing"', ("engine.type=torch", "engine.return_routing=true")),
-        ('type="ratio_spike"', ("consistency.mode=gate", "consistency.correction.type=tis")),
-        ('type="block_explosion", every_steps=20', ()),
-    ],
-)
-def test_a_fault_that_can_act_survives_its_own_json(plant: str, overrides: tuple[str, ...]):
-    config = parsed(plant, *overrides)
-    assert len(config.faults.plant) == 1
-    assert RunConfig.model_validate_json(config.model_dump_json()) == config
