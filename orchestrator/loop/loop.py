@@ -75,9 +75,13 @@ class Loop:
         self._fleet = fleet
         self.replicas = replicas
         self.accounts = Accounts()
-        self._store = MeasuredStore(fleet.store, self._note_store_latency)
+        self._store = MeasuredStore(
+            fleet.store,
+            deadline_s=config.deadlines.store_s,
+            observe=self._note_store_latency,
+            on_event=lambda kind, fields: self.doctor.event(kind, fields),
+        )
         self.doctor = LiveDoctor(self._store.record_event)
-        self._store.on_event = self.doctor.event
         self.progress = progress
         self.stop = asyncio.Event()
         self.book = Book(

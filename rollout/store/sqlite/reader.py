@@ -112,19 +112,17 @@ class StoreReader:
     def commits(self) -> tuple[StepCommit, ...]:
         """The commit records of the lineage, in order: what was trained, and in which step."""
         rows = self._all(
-            "SELECT epoch, version, dispatch_ids, digest, trained, masked, dropped FROM commits WHERE lineage ORDER BY "
-            "version"
+            "SELECT epoch, version, dispatch_ids, trained, masked, dropped FROM commits WHERE lineage ORDER BY version"
         )
         return tuple(
             StepCommit(
                 policy=PolicyVersion(epoch, version),
                 dispatch_ids=tuple(json.loads(dispatch_ids)),
-                digest=digest,
                 trajectories_trained=trained,
                 trajectories_masked=masked,
                 trajectories_dropped=dropped,
             )
-            for epoch, version, dispatch_ids, digest, trained, masked, dropped in rows
+            for epoch, version, dispatch_ids, trained, masked, dropped in rows
         )
 
     def close(self) -> None:

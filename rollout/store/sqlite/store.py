@@ -1,5 +1,5 @@
-"""The store of a run: `rollout.types.protocols.Store` over one run directory. It lives alone in its process; the work
-is synchronous and short."""
+"""The store of a run: what answers `rollout.types.protocols.Store`, over one run directory. It lives alone in its
+process; the work is synchronous and short."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ class SqliteStore:
         self._writer = SegmentWriter(run_dir / DIRECTORY, durability, segment_bytes)
         self._reader = SegmentReader(run_dir / DIRECTORY)
 
-    async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
+    def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
         """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first
         checkpoint.
 
@@ -49,12 +49,12 @@ class SqliteStore:
         """
         return recovery.recover(self._database, checkpoint)
 
-    async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
+    def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
         with self._database.transaction("dispatch", trainer_epoch) as work:
             transitions.record_dispatches(work, dispatches, cursor)
         return self._database.counts()
 
-    async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
+    def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         try:
             with self._database.transaction("put") as work:
                 taken = arrivals.put(work, groups, self._writer, self._database.epoch)
@@ -63,16 +63,16 @@ class SqliteStore:
             self._writer.take_back()
         return taken
 
-    async def annotate(self, annotations: Sequence[Annotation]) -> None:
+    def annotate(self, annotations: Sequence[Annotation]) -> None:
         with self._database.transaction("annotate") as work:
             transitions.annotate(work, annotations)
 
-    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+    def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("fetch") as work:
             rows = transitions.with_groups(work, dispatch_ids)
             return replace(self._groups(work, rows), prompts=transitions.prompts(work, rows))
 
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
+    def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("lease", trainer_epoch) as work:
             return self._groups(work, transitions.lease(work, dispatch_ids))
 
@@ -83,7 +83,7 @@ class SqliteStore:
             verdicts=transitions.verdicts(work, rows),
         )
 
-    async def acknowledge(self, commit: StepCommit) -> Counts:
+    def acknowledge(self, commit: StepCommit) -> Counts:
         """Write the commit record of a step. The same record twice is accepted once.
 
         Raises:
@@ -94,7 +94,7 @@ class SqliteStore:
             transitions.acknowledge(work, commit)
         return self._database.counts()
 
-    async def settle(self, checkpoint: PolicyVersion) -> Counts:
+    def settle(self, checkpoint: PolicyVersion) -> Counts:
         """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
         is accepted again.
 
@@ -106,7 +106,7 @@ class SqliteStore:
             transitions.settle(work, checkpoint.version)
         return self._database.counts()
 
-    async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
+    def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
         """End dispatches that were not trained.
 
         A re-admitted prompt's attempt goes up by one after a failure of its own; rejections do not count.
@@ -115,12 +115,12 @@ class SqliteStore:
             readmissions = transitions.end(work, endings)
         return Readmitted(counts=self._database.counts(), readmissions=tuple(readmissions))
 
-    async def commit_version(self, entry: LedgerEntry) -> Counts:
+    def commit_version(self, entry: LedgerEntry) -> Counts:
         with self._database.transaction("commit version", entry.policy.trainer_epoch) as work:
             transitions.commit_version(work, entry)
         return self._database.counts()
 
-    async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+    def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
         """Add a run event to the numbered log.
 
         Raises:
@@ -134,10 +134,10 @@ class SqliteStore:
         with self._database.transaction("record event") as work:
             work.event(kind, **fields)
 
-    async def counts(self) -> Counts:
+    def counts(self) -> Counts:
         return self._database.counts()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._writer.close()
         self._reader.close()
         self._database.close()

@@ -144,15 +144,14 @@ def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
 def acknowledge(work: Transaction, commit: StepCommit) -> None:
     """Write the commit record of a step; the groups that it names are trained, and held until a checkpoint."""
     epoch, version = _pair(commit.policy)
-    record = (
-        compact_json(commit.dispatch_ids),
-        commit.digest,
-        commit.trajectories_trained,
-        commit.trajectories_masked,
-        commit.trajectories_dropped,
-    )
+    totals = {
+        "trained": commit.trajectories_trained,
+        "masked": commit.trajectories_masked,
+        "dropped": commit.trajectories_dropped,
+    }
+    record = (compact_json(commit.dispatch_ids), *totals.values())
     doing = f"acknowledge step {commit.policy.key}"
-    sql = "SELECT dispatch_ids, digest, trained, masked, dropped FROM commits WHERE epoch = ? AND version = ?"
+    sql = "SELECT dispatch_ids, trained, masked, dropped FROM commits WHERE epoch = ? AND version = ?"
     stored = work.connection.execute(sql, (epoch, version)).fetchone()
     if stored == record:
         return
@@ -164,27 +163,13 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
     if version <= newest:
         raise StoreError(f"{doing}: step {newest} is already committed; expected a newer step")
     rows = _leased_rows(work, commit.dispatch_ids, doing)
-    sql = (
-        "INSERT INTO commits(epoch, version, dispatch_ids, digest, trained, masked, dropped) VALUES (?, ?, ?, ?, ?, "
-        "?, ?)"
-    )
-    work.connection.execute(sql, (epoch, version, *record))
+    columns = "epoch, version, dispatch_ids, trained, masked, dropped, digest"
+    work.connection.execute(f"INSERT INTO commits({columns}) VALUES (?, ?, ?, ?, ?, ?, '')", (epoch, version, *record))
     work.connection.executemany(
         "UPDATE dispatches SET step_epoch = ?, step_version = ? WHERE sequence = ?",
         [(epoch, version, row.sequence) for row in rows],
     )
-    totals = {
-        "trained": commit.trajectories_trained,
-        "masked": commit.trajectories_masked,
-        "dropped": commit.trajectories_dropped,
-    }
-    work.event(
-        EventKind.STEP_COMMITTED,
-        policy=commit.policy.key,
-        dispatch_ids=commit.dispatch_ids,
-        digest=commit.digest,
-        **totals,
-    )
+    work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, **totals)
     work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
     work.moves += [(row.slot, Slot(DispatchState.LEASED, version)) for row in rows]
 
