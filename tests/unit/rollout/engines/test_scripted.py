@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.manual_clock import ManualClock
 
 from rollout.config import SamplingConfig, ScriptedConfig
 from rollout.engines.registry import build_engine
-from rollout.engines.scripted.clock import ManualClock
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
 from rollout.engines.scripted.engine import ScriptedEngine
 from rollout.errors import EngineError, UserError
