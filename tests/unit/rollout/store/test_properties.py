@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -256,7 +257,8 @@ class History:
     def invariant_1(self) -> None:
         """Every dispatch is counted in one place, and an ended one never moves."""
         counts, entries = self.store.counts(), self.model.entries
-        assert counts == self.store._database.recount()
+        with closing(open_reader(self.run_dir)) as reader:
+            assert counts == reader.counts()
         at = Counter(entry.state for entry in entries.values() if not entry.held)
         assert counts.total == len(entries)
         found = (counts.dispatched, counts.ready, counts.audited, counts.leased, counts.trained)
