@@ -126,14 +126,6 @@ class RewardFunction(Protocol):
         ...
 
 
-class WeightTransport(Protocol):
-    """The engine's half of a publication: bring the tensors of a manifest to this process."""
-
-    def receive(self, manifest: WeightManifest) -> str:
-        """Load every tensor into the model and return the digest of the bytes received."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """What the store found when a new trainer epoch opened it."""
@@ -170,7 +162,14 @@ class Store:
         self.send = send
 
     async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint` (None: a new run) and settle what older epochs left."""
+        """Open a new epoch at `checkpoint` and settle what older epochs left; None is version 0: a new run, or one that
+        ended before its first checkpoint.
+
+        A prompt that was lost or rejected here comes again under its old attempt number: that did not count.
+
+        Raises:
+            StoreError: the checkpoint is not in the lineage of this store.
+        """
         return await self.send("recover", checkpoint)
 
     async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
@@ -205,17 +204,30 @@ class Store:
         return await self.send("lease", trainer_epoch, dispatch_ids)
 
     async def acknowledge(self, commit: StepCommit) -> Counts:
-        """Write the commit record; its groups become leased (trained). Leased groups that it does not name stay
-        leased."""
+        """Write the commit record of a step; its groups become leased (trained). Leased groups that it does not name
+        stay leased. The same record twice is accepted once.
+
+        Raises:
+            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not
+                leased.
+        """
         return await self.send("acknowledge", commit)
 
     async def settle(self, checkpoint: PolicyVersion) -> Counts:
-        """A checkpoint holds steps up to this version: their groups are terminal."""
+        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
+        is accepted again.
+
+        Raises:
+            FencedError: the checkpoint is of an older epoch and not in the lineage.
+        """
         return await self.send("settle", checkpoint)
 
     async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
         """End dispatches that were not trained, from any state that is not terminal. One that has already ended is left
-        out, with an event."""
+        out, with an event.
+
+        A re-admitted prompt's attempt goes up by one after a failure of its own; rejections do not count.
+        """
         return await self.send("reject", trainer_epoch, endings)
 
     async def commit_version(self, entry: LedgerEntry) -> Counts:
@@ -227,7 +239,11 @@ class Store:
         return await self.send("commit_version", entry)
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
-        """Add a run event (replica restarted, weights applied, ...) to the numbered log."""
+        """Add a run event (replica restarted, weights applied, ...) to the numbered log.
+
+        Raises:
+            StoreError: a field has a name that every event has of its own.
+        """
         await self.send("record_event", kind, fields)
 
     async def counts(self) -> Counts:

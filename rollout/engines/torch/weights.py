@@ -30,7 +30,7 @@ class _Parameter:
 
 
 class WeightLoader:
-    """A `WeightTransport` over safetensors files: fills every parameter of one model, or says which did not arrive."""
+    """Fills every parameter of one model from safetensors files, or says which did not arrive."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))

@@ -202,29 +202,16 @@ def _quietly(arguments: "AsyncEngineArgs") -> "AsyncEngineArgs":
 
 def _log_config(scratch: Path, log: Path) -> Path:
     path = scratch / "logging.json"
-    handlers = {
-        "core": {
-            "class": "logging.FileHandler",
-            "filename": str(log),
-            "delay": True,
-            "level": "ERROR",
-            "formatter": "plain",
-        },
-        "stderr": {"class": "logging.StreamHandler", "level": "CRITICAL", "formatter": "plain"},
+    core = {"class": "logging.FileHandler", "filename": str(log), "delay": True, "level": "ERROR", "formatter": "plain"}
+    stderr = {"class": "logging.StreamHandler", "level": "CRITICAL", "formatter": "plain"}
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+        "handlers": {"core": core, "stderr": stderr},
+        "loggers": {"vllm": {"handlers": ["core", "stderr"], "level": "ERROR", "propagate": False}},
     }
-    loggers = {"vllm": {"handlers": ["core", "stderr"], "level": "ERROR", "propagate": False}}
-    formatters = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
-    path.write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "disable_existing_loggers": False,
-                "formatters": formatters,
-                "handlers": handlers,
-                "loggers": loggers,
-            }
-        )
-    )
+    path.write_text(json.dumps(settings))
     return path
 
 

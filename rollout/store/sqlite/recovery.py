@@ -21,11 +21,7 @@ from rollout.types.weights import PolicyVersion
 
 
 def recover(database: Database, checkpoint: PolicyVersion | None) -> Recovery:
-    """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first checkpoint.
-
-    Raises:
-        StoreError: the checkpoint is not in the lineage of this store.
-    """
+    """See `Store.recover`."""
     version = 0 if checkpoint is None else checkpoint.version
     database.adopt()
     with database.transaction(f"recover at version {version}") as work:

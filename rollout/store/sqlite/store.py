@@ -19,7 +19,7 @@ from rollout.types.weights import PolicyVersion
 
 
 class SqliteStore:
-    """The authority on what was dispatched, finished and trained, in `run_dir/store.sqlite` and `run_dir/tokens/`.
+    """Answers the calls of `Store`, from `run_dir/store.sqlite` and `run_dir/tokens/`.
 
     Args:
         run_dir: an existing directory on a local disk.
@@ -39,14 +39,6 @@ class SqliteStore:
         self._reader = SegmentReader(run_dir / DIRECTORY)
 
     def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first
-        checkpoint.
-
-        A prompt that was lost or rejected here comes again under its old attempt number: that did not count.
-
-        Raises:
-            StoreError: the checkpoint is not in the lineage of this store.
-        """
         return recovery.recover(self._database, checkpoint)
 
     def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
@@ -84,33 +76,17 @@ class SqliteStore:
         )
 
     def acknowledge(self, commit: StepCommit) -> Counts:
-        """Write the commit record of a step. The same record twice is accepted once.
-
-        Raises:
-            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not
-                leased.
-        """
         with self._database.transaction("acknowledge", commit.policy.trainer_epoch) as work:
             transitions.acknowledge(work, commit)
         return self._database.counts()
 
     def settle(self, checkpoint: PolicyVersion) -> Counts:
-        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
-        is accepted again.
-
-        Raises:
-            FencedError: the checkpoint is of an older epoch and not in the lineage.
-        """
         with self._database.transaction("settle") as work:
             recovery.refuse_foreign_checkpoint(work, checkpoint, self._database.epoch)
             transitions.settle(work, checkpoint.version)
         return self._database.counts()
 
     def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
-        """End dispatches that were not trained.
-
-        A re-admitted prompt's attempt goes up by one after a failure of its own; rejections do not count.
-        """
         with self._database.transaction("reject", trainer_epoch) as work:
             readmissions = transitions.end(work, endings)
         return Readmitted(counts=self._database.counts(), readmissions=tuple(readmissions))
@@ -121,11 +97,6 @@ class SqliteStore:
         return self._database.counts()
 
     def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
-        """Add a run event to the numbered log.
-
-        Raises:
-            StoreError: a field has a name that every event has of its own.
-        """
         reserved = sorted(RESERVED_FIELDS & fields.keys())
         if reserved:
             raise StoreError(
