@@ -247,7 +247,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
     the checksum says that these are their bytes."""
     rows: list[list[Any]] = header["trajectories"]
     ids, sampled, logprobs, routing_from = _columns(buffer, offset, rows, header["narrow_ids"])
-    tags = [_tag(*values) for values in header["tags"]]
+    tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
     names = (header["dispatch_id"], header["prompt_id"], header["environment"])
     first = 0
     for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
@@ -290,4 +290,5 @@ _policy = lru_cache(maxsize=256)(PolicyVersion)
 @lru_cache(maxsize=256)
 def _tag(*values: object) -> EngineTag:
     by_name: dict[str, Any] = dict(zip(_TAG_FIELDS, values, strict=True))
-    return EngineTag(**by_name | {"logprob_semantics": LogprobSemantics(by_name["logprob_semantics"])})
+    by_name["logprob_semantics"] = LogprobSemantics(by_name["logprob_semantics"])
+    return EngineTag(**by_name)

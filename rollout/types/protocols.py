@@ -149,7 +149,7 @@ class Send(Protocol):
     """Brings one call to where the store is and its answer back. A fake store, a measured one and one in another
     process differ in this alone."""
 
-    def __call__(self, name: str, *args: object) -> Awaitable[Any]:
+    def __call__(self, name: str, /, *args: object) -> Awaitable[Any]:
         """The answer of the store's method `name`."""
         ...
 

@@ -39,8 +39,9 @@ def prompt_text(prompt: Prompt) -> str:
 def prompt_of(text: str) -> Prompt:
     """The prompt that `prompt_text` wrote."""
     stored: dict[str, Any] = json.loads(text)
-    messages = tuple(Message(role=role, content=content) for role, content in stored["messages"])
-    return Prompt(**stored | {"messages": messages, "metadata": tuple(map(tuple, stored["metadata"]))})
+    stored["messages"] = tuple(Message(role=role, content=content) for role, content in stored["messages"])
+    stored["metadata"] = tuple((name, value) for name, value in stored["metadata"])
+    return Prompt(**stored)
 
 
 def header_text(header: GroupHeader) -> str:

@@ -64,8 +64,8 @@ def test_seconds_are_observed_of_what_the_running_loop_calls_also_when_it_fails(
 def test_a_run_event_is_handed_to_the_listener_and_the_store() -> None:
     sent: list[tuple[object, ...]] = []
 
-    async def send(*call: object) -> None:
-        sent.append(call)
+    async def send(name: str, *args: object) -> None:
+        sent.append((name, *args))
 
     measured = Measured(Store(send))
     asyncio.run(measured.store.record_event("replica_lost", {"slot": 1}))
