@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import ScriptedConfig
-from rollout.engines.sampling.draw_keys import sample_keys
+from rollout.engines.sampling.draw_keys import request_keys
 from rollout.engines.scripted.clock import Timer
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
 from rollout.engines.serving.requests import cut, tokens_left
@@ -72,7 +72,7 @@ class SampleScript:
         """
         longest = first + tokens_left(request, first, self._config.max_model_len)
         record = ScriptedRequest(request, longest, [], asyncio.Queue(), request.num_samples)
-        for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
+        for index, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica)):
             shortest = (
                 longest
                 if self._shortest is None or request.sampling.ignore_eos

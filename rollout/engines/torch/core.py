@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import TorchEngineConfig
-from rollout.engines.sampling.draw_keys import sample_keys
+from rollout.engines.sampling.draw_keys import request_keys
 from rollout.engines.sampling.sampling import Uniforms
 from rollout.engines.serving.requests import NOTHING, check_ids, tokens_left
 from rollout.engines.torch.cohort import Cohort, Row
@@ -247,7 +247,7 @@ class DecodeCore:
                 stop_ids=stop_ids,
                 uniforms=self._uniforms.stream(key, produced.size, max_tokens),
             )
-            for i, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica))
+            for i, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica))
         ]
 
 
