@@ -19,7 +19,7 @@ from rollout.engines.sampling.sampling import Uniforms
 from rollout.engines.serving.requests import NOTHING, check_ids, tokens_left
 from rollout.engines.torch.cohort import Cohort, Row
 from rollout.engines.torch.model import DecodeModel
-from rollout.engines.torch.routing import RoutingCapture, routing_of
+from rollout.engines.torch.routing import RoutingCapture
 from rollout.engines.torch.weights import WeightLoader
 from rollout.errors import ConcordError, EngineError, UserError
 from rollout.types.engine_identity import EngineIdentity
@@ -61,7 +61,7 @@ class DecodeCore:
         self.digest, self.policy = self._loader.receive(manifest), manifest.policy
         self._model.check()
         self._routing: RoutingCapture | None = (
-            routing_of(self._model.module, self._model.config) if config.return_routing else None
+            RoutingCapture(self._model.module, self._model.config) if config.return_routing else None
         )
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
         self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
