@@ -46,7 +46,8 @@ _TRAJECTORY_FIELDS = tuple(field.name for field in fields(Trajectory))
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _tag_values = attrgetter(*_TAG_FIELDS)
 _group_names = attrgetter("dispatch_id", "prompt_id", "environment")
-_COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""JSON without spaces, keys in the order given."""
 
 
 def encode(group: TrajectoryGroup) -> EncodedGroup:
@@ -63,7 +64,7 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
     ids = np.concatenate([trajectory.token_ids for trajectory in group.trajectories])
     # Seen as unsigned, a negative id is large: one maximum checks both ends.
     narrow = bool(ids.view(np.uint32).max() < 1 << 16)
-    header = _COMPACT.encode(
+    header = compact_json(
         {
             "dispatch_id": group.dispatch_id,
             "prompt_id": group.prompt_id,

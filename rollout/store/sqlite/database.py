@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from rollout.errors import FencedError, StoreError
 from rollout.store.sqlite.journal import FILE_NAME as EVENTS_FILE
 from rollout.store.sqlite.journal import EventKind, Journal
-from rollout.store.sqlite.records import compact_json, quoted
+from rollout.store.sqlite.records import quoted
 from rollout.store.sqlite.schema import FILE_NAME, Durability, open_for_writing, store_errors
 from rollout.store.sqlite.tally import Slot, Tally, count_slots
+from rollout.types.codec import compact_json
 from rollout.types.dispatch import Counts, DispatchState
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.store.sqlite.records import DISPATCH_COLUMNS, LEDGER, compact_json, dispatch_of, ledger_entry
+from rollout.store.sqlite.records import DISPATCH_COLUMNS, LEDGER, dispatch_of, ledger_entry
 from rollout.store.sqlite.schema import FILE_NAME, open_for_reading, store_errors
 from rollout.store.sqlite.segments import DIRECTORY, Place, SegmentReader
 from rollout.store.sqlite.tally import Tally, count_slots
-from rollout.types.codec import decode
+from rollout.types.codec import compact_json, decode
 from rollout.types.dispatch import Counts, Dispatch, DispatchState, LedgerEntry, StepCommit
 from rollout.types.trajectory import Annotation, TrajectoryGroup
 from rollout.types.weights import PolicyVersion

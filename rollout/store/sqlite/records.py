@@ -7,12 +7,12 @@ from json.encoder import encode_basestring
 from operator import attrgetter
 from typing import Any
 
+from rollout.types.codec import compact_json
 from rollout.types.dispatch import Dispatch, LedgerEntry
 from rollout.types.prompts import Message, Prompt
 from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader
 from rollout.types.weights import PolicyVersion
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 LEDGER = "SELECT epoch, version, digest FROM ledger WHERE lineage ORDER BY version, epoch"
 """The committed versions of the lineage, in order."""
 _PROMPT = tuple(field.name for field in fields(Prompt))
@@ -23,11 +23,6 @@ DISPATCH_COLUMNS = "dispatch_id, prompt, group_size, attempt, epoch, version, re
 
 quoted = encode_basestring
 """A string as JSON."""
-
-
-def compact_json(value: object) -> str:
-    """JSON without spaces, keys in the order given."""
-    return _ENCODER.encode(value)
 
 
 def prompt_text(prompt: Prompt) -> str:

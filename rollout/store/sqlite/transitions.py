@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from rollout.errors import StoreError
 from rollout.store.sqlite.database import Row, Transaction
 from rollout.store.sqlite.journal import EventKind
-from rollout.store.sqlite.records import DISPATCH_COLUMNS, compact_json, dispatch_columns, prompt_of
+from rollout.store.sqlite.records import DISPATCH_COLUMNS, dispatch_columns, prompt_of
 from rollout.store.sqlite.tally import Slot
+from rollout.types.codec import compact_json
 from rollout.types.dispatch import Dispatch, DispatchState, Ending, FailReason, LedgerEntry, Readmission, StepCommit
 from rollout.types.prompts import Prompt, PromptCursor
 from rollout.types.trajectory import Annotation

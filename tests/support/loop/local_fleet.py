@@ -31,6 +31,7 @@ from rollout.store.sqlite.store import SqliteStore
 from rollout.tokenization.agreement import TokenizerIdentity, identify
 from rollout.tokenization.tokenizer import Tokenizer, load_tokenizer
 from rollout.types.dispatch import Dispatch
+from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.types.prompts import Prompt
 from rollout.types.protocols import Engine, EngineLoad, Store
@@ -308,12 +309,14 @@ class LocalFleet:
         config, tokenizer = self._config, load_tokenizer(self.engine_tokenizer_dir)
         engine = build_engine(
             planted_engine_config(config.engine, config.faults, slot),
-            replica=slot,
-            seed=config.run.seed,
-            deterministic=config.run.deterministic,
-            sampling=config.sampling,
-            tokenizer_fingerprint=tokenizer.fingerprint(),
-            chat_template_digest=tokenizer.chat_template_digest(),
+            EngineIdentity(
+                replica=slot,
+                seed=config.run.seed,
+                deterministic=config.run.deterministic,
+                sampling=config.sampling,
+                tokenizer_fingerprint=tokenizer.fingerprint(),
+                chat_template_digest=tokenizer.chat_template_digest(),
+            ),
         )
         engine = plant_engine(engine, config.faults, slot, scratch=self._run_dir / "faults", tokenizer=tokenizer)
         self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine, identify(tokenizer))

@@ -332,11 +332,12 @@ def test_a_prompt_without_room_is_a_users_error():
 
 
 def test_choosing_the_scripted_engine_imports_no_torch_and_no_engine_library():
-    engine = build_engine(ScriptedConfig(), replica=0, seed=0, deterministic=False, sampling=SamplingConfig())
+    engine = build_engine(ScriptedConfig(), identity())
     assert isinstance(engine, ScriptedEngine)
     code = (
-        "import sys; from rollout.config import *; from rollout.engines.registry import build_engine;"
-        "build_engine(ScriptedConfig(), replica=0, seed=0, deterministic=False, sampling=SamplingConfig());"
+        "import sys; from rollout.config import *; from rollout.engines.registry import *;"
+        "identity = EngineIdentity(replica=0, seed=0, deterministic=False, sampling=SamplingConfig());"
+        "build_engine(ScriptedConfig(), identity);"
         "sys.exit(bool({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
