@@ -98,6 +98,7 @@ class DecodeThread:
         """End after the current step; commands that still wait fail."""
         self._commands.put(None)
         self._thread.join()
+        self._fail_waiting()  # what came after its last look
 
     def _run(self) -> None:
         torch.set_num_threads(1 if self._deterministic else self._num_threads)
