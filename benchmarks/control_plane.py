@@ -127,7 +127,6 @@ async def _pipeline(store: RemoteStore, epoch: int, batches: list[list[EncodedGr
                 StepCommit(
                     policy=PolicyVersion(epoch, step),
                     dispatch_ids=ids,
-                    digest="",
                     trajectories_trained=64,
                     trajectories_masked=0,
                     trajectories_dropped=0,

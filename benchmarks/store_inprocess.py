@@ -5,7 +5,6 @@ python benchmarks/store_inprocess.py [--durability machine] [--directory DIR]
 """
 
 import argparse
-import asyncio
 import json
 import tempfile
 import time
@@ -100,10 +99,10 @@ def group(number: int, num_tokens: int, vocab_size: int = 150_000) -> Trajectory
     )
 
 
-async def cycle(run_dir: Path, durability: Durability, batches: list[list[EncodedGroup]]) -> dict[str, float]:
+def cycle(run_dir: Path, durability: Durability, batches: list[list[EncodedGroup]]) -> dict[str, float]:
     """Seconds by phase over all batches."""
     store = SqliteStore(run_dir, durability)
-    epoch = (await store.recover(None)).trainer_epoch
+    epoch = (store.recover(None)).trainer_epoch
     seconds: dict[str, float] = dict.fromkeys(("dispatch", "put", "lease", "acknowledge", "settle"), 0.0)
     for step, batch in enumerate(batches, start=1):
         first = (step - 1) * GROUPS_A_BATCH
@@ -112,27 +111,24 @@ async def cycle(run_dir: Path, durability: Durability, batches: list[list[Encode
         commit = StepCommit(
             policy=policy,
             dispatch_ids=tuple(ids),
-            digest="",
             trajectories_trained=64,
             trajectories_masked=0,
             trajectories_dropped=0,
         )
         marks = [time.perf_counter()]
-        await store.dispatch(
-            epoch, [dispatch(first + i) for i in range(len(batch))], PromptCursor(index=first + len(batch))
-        )
+        store.dispatch(epoch, [dispatch(first + i) for i in range(len(batch))], PromptCursor(index=first + len(batch)))
         marks.append(time.perf_counter())
-        await store.put(batch)
+        store.put(batch)
         marks.append(time.perf_counter())
-        await store.lease(epoch, ids)
+        store.lease(epoch, ids)
         marks.append(time.perf_counter())
-        await store.acknowledge(commit)
+        store.acknowledge(commit)
         marks.append(time.perf_counter())
-        await store.settle(policy)
+        store.settle(policy)
         marks.append(time.perf_counter())
         for name, begin, end in zip(seconds, marks, marks[1:], strict=False):
             seconds[name] += end - begin
-    await store.close()
+    store.close()
     return seconds
 
 
@@ -170,7 +166,7 @@ def main() -> None:
         ]
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             begin = time.process_time()
-            seconds = asyncio.run(cycle(Path(directory), arguments.durability, batches))
+            seconds = cycle(Path(directory), arguments.durability, batches)
             cpu_s = time.process_time() - begin
         trajectories = num_batches * GROUPS_A_BATCH * GROUP_SIZE
         store_s = seconds["put"] + seconds["lease"] + seconds["acknowledge"]

@@ -52,10 +52,10 @@ class RayAuditor:
         self._name = f"consistency service {index}"
 
     async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
-        groups = self._store.fetch.remote(dispatch_ids)
+        groups = self._store.call.remote("fetch", dispatch_ids)
         report, annotations = self.handle.audit.options(num_returns=2).remote(groups, context, kind)
         answer: AuditReport = await call(report, self._name)
-        await call(self._store.annotate.remote(annotations), "the store")
+        await call(self._store.call.remote("annotate", annotations), "the store")
         return answer
 
     async def kill(self) -> None:

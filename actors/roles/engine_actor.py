@@ -22,6 +22,7 @@ from rollout.faults.registry import plant_engine, planted_engine_config
 from rollout.tokenization.agreement import identify
 from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.transport.mailbox import Inbox, Outbox
+from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.types.protocols import Engine, EngineLoad
 from rollout.types.trajectory import EngineTag
@@ -45,12 +46,14 @@ class EngineActor:
         self._config, self._metrics_host = spec.engine, spec.metrics_host
         self._engine: Engine = build_engine(
             planted_engine_config(spec.engine, spec.faults, slot),
-            replica=slot,
-            seed=spec.seed,
-            deterministic=spec.deterministic,
-            sampling=spec.sampling,
-            tokenizer_fingerprint=self._identity.fingerprint,
-            chat_template_digest=tokenizer.chat_template_digest(),
+            EngineIdentity(
+                replica=slot,
+                seed=spec.seed,
+                deterministic=spec.deterministic,
+                sampling=spec.sampling,
+                tokenizer_fingerprint=self._identity.fingerprint,
+                chat_template_digest=tokenizer.chat_template_digest(),
+            ),
         )
         self._engine = plant_engine(
             self._engine, spec.faults, slot, scratch=spec.run_dir / "faults", tokenizer=tokenizer

@@ -91,7 +91,7 @@ class RayTrainer:
         await self._all([rank.pid.remote() for rank in self.ranks])
 
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
-        lease = self._store.lease.remote(trainer_epoch, dispatch_ids)
+        lease = self._store.call.remote("lease", trainer_epoch, dispatch_ids)
         return await self._all([rank.step.remote(lease, request) for rank in self.ranks])
 
     async def publish(self, policy: PolicyVersion) -> WeightManifest:

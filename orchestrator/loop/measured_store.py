@@ -1,22 +1,19 @@
-"""The store as the driver sees it, with the seconds from each call to its answer: actor, disk and the driver's own
-event loop together."""
+"""The store as the driver sees it: every call under one deadline, and with the seconds from the call to its answer,
+which are those of actor, disk and the driver's own event loop together."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
-from rollout.types.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
-from rollout.types.prompts import PromptCursor
-from rollout.types.protocols import Recovery, Store
-from rollout.types.trajectory import Annotation, EncodedGroup, StoredGroups
-from rollout.types.weights import PolicyVersion
+from orchestrator.deadlines import within
+from rollout.types.protocols import Store
 
-T = TypeVar("T")
+EventFields = dict[str, str | int | float | bool | None]
+OBSERVED = frozenset({"dispatch", "acknowledge", "reject", "commit_version", "record_event"})
+"""Calls that the loop makes while it runs, whose seconds are a metric."""
 
 
-class MeasuredStore:
-    """Hands everything on to `store`; `observe` is told (call, seconds) of those calls that the loop makes while it
-    runs."""
+class MeasuredStore(Store):
+    """Hands everything on to `store`."""
 
     def __init__(
         self,
@@ -24,53 +21,28 @@ class MeasuredStore:
         *,
         deadline_s: float,
         observe: Callable[[str, float], None],
-        on_event: Callable[[str, dict[str, str | int | float | bool | None]], None],
+        on_event: Callable[[str, EventFields], None],
     ) -> None:
+        """Wrap `store`.
+
+        Args:
+            store: who answers.
+            deadline_s: `deadlines.store_s`; a call without an answer by then raises DeadlineError.
+            observe: called with (call, seconds) after each call in OBSERVED, answered or not.
+            on_event: called with every run event before the store has it.
+        """
+        super().__init__(self._send)
         self._store, self._deadline_s, self._observe, self._on_event = store, deadline_s, observe, on_event
 
-    async def _timed(self, call: str, answer: Awaitable[T]) -> T:
+    async def _send(self, name: str, *args: object) -> object:
         begun = time.perf_counter()
         try:
-            return await answer
+            answer = self._store.send(name, *args)
+            return await within(answer, self._deadline_s, "deadlines.store_s", f"the store to answer {name}")
         finally:
-            self._observe(call, time.perf_counter() - begun)
+            if name in OBSERVED:
+                self._observe(name, time.perf_counter() - begun)
 
-    async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        return await self._store.recover(checkpoint)
-
-    async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
-        return await self._timed("dispatch", self._store.dispatch(trainer_epoch, dispatches, cursor))
-
-    async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
-        return await self._store.put(groups)
-
-    async def annotate(self, annotations: Sequence[Annotation]) -> None:
-        await self._store.annotate(annotations)
-
-    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
-        return await self._store.fetch(dispatch_ids)
-
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
-        return await self._store.lease(trainer_epoch, dispatch_ids)
-
-    async def acknowledge(self, commit: StepCommit) -> Counts:
-        return await self._timed("acknowledge", self._store.acknowledge(commit))
-
-    async def settle(self, checkpoint: PolicyVersion) -> Counts:
-        return await self._store.settle(checkpoint)
-
-    async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
-        return await self._timed("reject", self._store.reject(trainer_epoch, endings))
-
-    async def commit_version(self, entry: LedgerEntry) -> Counts:
-        return await self._timed("commit_version", self._store.commit_version(entry))
-
-    async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+    async def record_event(self, kind: str, fields: EventFields) -> None:
         self._on_event(kind, fields)
-        await self._timed("record_event", self._store.record_event(kind, fields))
-
-    async def counts(self) -> Counts:
-        return await self._store.counts()
-
-    async def close(self) -> None:
-        await self._store.close()
+        await super().record_event(kind, fields)

@@ -178,7 +178,6 @@ class Training:
         commit = StepCommit(
             policy=request.policy,
             dispatch_ids=tuple(h.dispatch_id for h in trained),
-            digest="",
             trajectories_trained=len(report.trained_ids),
             trajectories_masked=len(report.masked_ids),
             trajectories_dropped=sum(len(h.trajectories) for h in batch) - len(report.trained_ids),

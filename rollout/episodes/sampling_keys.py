@@ -1,5 +1,5 @@
-"""The key that fixes every random draw of one sample. It must never depend on arrival order, replica, attempt or
-process."""
+"""The key that deterministic mode sends with each sample of a request, which fixes every random draw of it. It must
+never depend on arrival order, replica, attempt or process (an engine's own keys, for requests without, do)."""
 
 import hashlib
 

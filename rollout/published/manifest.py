@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 
@@ -51,24 +51,23 @@ def read_manifest(directory: Path) -> WeightManifest:
     """
     path = directory / MANIFEST_NAME
     with boundary(WeightSyncError, f"cannot read {path} (expected a directory written by the trainer)"):
-        fields = cast(dict[str, object], json.loads(path.read_bytes()))
+        fields: dict[str, Any] = json.loads(path.read_bytes())
         if fields["format"] != _FORMAT:
             raise WeightSyncError(f"{path} has format {fields['format']}; this version of Concord reads {_FORMAT}")
-        rows = cast(list[tuple[str, str, list[int], str]], fields["tensors"])
         manifest = WeightManifest(
-            policy=PolicyVersion.parse(str(fields["policy"])),
-            transport=Transport(str(fields["transport"])),
+            policy=PolicyVersion.parse(fields["policy"]),
+            transport=Transport(fields["transport"]),
             location=str(directory),
             tensors=tuple(
                 TensorEntry(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256)
-                for name, dtype, shape, sha256 in rows
+                for name, dtype, shape, sha256 in fields["tensors"]
             ),
-            digest=str(fields["digest"]),
+            digest=fields["digest"],
             canary=Canary(
                 token_ids=np.array(fields["canary_token_ids"], dtype=np.int32),
                 logprobs=np.array(fields["canary_logprobs"], dtype=np.float32),
             ),
-            num_bytes=int(cast(int, fields["num_bytes"])),
+            num_bytes=int(fields["num_bytes"]),
         )
     if manifest_digest(manifest.tensors) != manifest.digest:
         raise WeightSyncError(

@@ -12,7 +12,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -35,6 +35,7 @@ from rollout.types.trajectory import (
     header_of,
 )
 from rollout.types.weights import PolicyVersion
+from rollout.types.wire import rebuilt
 
 MAGIC = b"CCRD"
 FORMAT_VERSION = 1
@@ -44,7 +45,9 @@ _TAG_FIELDS = tuple(field.name for field in fields(EngineTag))
 _TRAJECTORY_FIELDS = tuple(field.name for field in fields(Trajectory))
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _tag_values = attrgetter(*_TAG_FIELDS)
-_COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+_group_names = attrgetter("dispatch_id", "prompt_id", "environment")
+compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""JSON without spaces, keys in the order given."""
 
 
 def encode(group: TrajectoryGroup) -> EncodedGroup:
@@ -61,7 +64,7 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
     ids = np.concatenate([trajectory.token_ids for trajectory in group.trajectories])
     # Seen as unsigned, a negative id is large: one maximum checks both ends.
     narrow = bool(ids.view(np.uint32).max() < 1 << 16)
-    header = _COMPACT.encode(
+    header = compact_json(
         {
             "dispatch_id": group.dispatch_id,
             "prompt_id": group.prompt_id,
@@ -115,15 +118,12 @@ def checksum_of(payload: NDArray[np.uint8]) -> int:
 
 def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: list[EngineTag]) -> list[object]:
     """Everything of one trajectory that is not an array. Its order is part of the format."""
-    if (trajectory.dispatch_id, trajectory.prompt_id, trajectory.environment) != (
-        group.dispatch_id,
-        group.prompt_id,
-        group.environment,
-    ):
+    mine, theirs = _group_names(trajectory), _group_names(group)
+    if mine != theirs:
+        found, expected = ("dispatch {}, prompt {}, environment {}".format(*names) for names in (mine, theirs))
         raise ValueError(
-            f"trajectory {trajectory.trajectory_id} is of dispatch {trajectory.dispatch_id}, prompt "
-            f"{trajectory.prompt_id}, environment {trajectory.environment}; its group is of {group.dispatch_id}, "
-            f"{group.prompt_id}, {group.environment}: put it into its own group"
+            f"trajectory {trajectory.trajectory_id} is of {found}; its group is of {expected}: put it into its own "
+            "group"
         )
     # Engines hand out one tag object for many samples: identity is tried before the slower equality.
     index = next((i for i, tag in enumerate(tags) if tag is trajectory.tag or tag == trajectory.tag), len(tags))
@@ -217,21 +217,11 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The group's columns, trajectories one behind the other; all read-only."""
-
-    token_ids: NDArray[np.int32]
-    """[sum of T]"""
-    sampled: NDArray[np.bool_]
-    """[sum of T]"""
-    logprobs: NDArray[np.float32]
-    """[sum of T]"""
-    end: int
-    """Offset behind the log-prob column, where routing traces start."""
-
-
-def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[tuple[Any, ...]], narrow: bool) -> _Columns:
+def _columns(
+    buffer: NDArray[np.uint8], offset: int, rows: list[list[Any]], narrow: bool
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int]:
+    """Ids, sampled and log-probs [sum of T] of all trajectories, one behind the other and read-only, and the offset
+    behind them, where routing traces start."""
     num_tokens = sum([row[1] for row in rows])
     ids_end = offset + num_tokens * (2 if narrow else 4)
     ids = buffer[offset:ids_end].view(np.uint16).astype(np.int32) if narrow else buffer[offset:ids_end].view(np.int32)
@@ -250,36 +240,26 @@ def _columns(buffer: NDArray[np.uint8], offset: int, rows: list[tuple[Any, ...]]
         first += row[1]
     for column in (ids, sampled, logprobs):
         column.flags.writeable = False
-    return _Columns(ids, sampled, logprobs, packed_from + taken * 4)
+    return ids, sampled, logprobs, packed_from + taken * 4
 
 
 def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]) -> Iterator[Trajectory]:
-    rows: list[tuple[Any, ...]] = header["trajectories"]
-    columns = _columns(buffer, offset, rows, header["narrow_ids"])
-    tags = {index: _tag(*values) for index, values in enumerate(header["tags"])}
-    dispatch_id, prompt_id, environment = header["dispatch_id"], header["prompt_id"], header["environment"]
-    first, routing_from = 0, columns.end
+    """Made without the checks of construction, half the cost of decoding: `encode` took checked ones, and
+    the checksum says that these are their bytes."""
+    rows: list[list[Any]] = header["trajectories"]
+    ids, sampled, logprobs, routing_from = _columns(buffer, offset, rows, header["narrow_ids"])
+    tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
+    names = (header["dispatch_id"], header["prompt_id"], header["environment"])
+    first = 0
     for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
-        end = first + size
+        here, first = slice(first, first + size), first + size
         routing = None
         if shape is not None:
             routing, routing_from = _routing(buffer, routing_from, size - 1, shape)
-        yield _trusted(
-            identity,
-            dispatch_id,
-            prompt_id,
-            environment,
-            columns.token_ids[first:end],
-            columns.sampled[first:end],
-            columns.logprobs[first:end],
-            _spans(spans),
-            turns,
-            tags[tag],
-            _FINISH_REASONS[finish],
-            Timings(started_at_s=started_at_s, generation_s=generation_s),
-            routing,
-        )
-        first = end
+        arrays = (ids[here], sampled[here], logprobs[here])
+        timings = Timings(started_at_s=started_at_s, generation_s=generation_s)
+        ending = (tags[tag], _FINISH_REASONS[finish], timings, routing)
+        yield rebuilt(Trajectory, _TRAJECTORY_FIELDS, (identity, *names, *arrays, _spans(spans), turns, *ending))
 
 
 def _spans(flat: list[int]) -> tuple[VersionSpan, ...]:
@@ -303,18 +283,6 @@ def _routing(buffer: NDArray[np.uint8], offset: int, rows: int, shape: list[Any]
         RoutingTrace(experts=experts, covered=buffer[covered_from : covered_from + rows].view(np.bool_)),
         covered_from + rows,
     )
-
-
-def _trusted(*values: object) -> Trajectory:
-    """A trajectory without the checks of construction: `encode` took a checked one, and the checksum says that these
-    are its bytes.
-
-    They would be half the cost of decoding (unpickling leaves them out for the same reason).
-    """
-    trajectory = object.__new__(Trajectory)
-    for name, value in zip(_TRAJECTORY_FIELDS, values, strict=True):
-        object.__setattr__(trajectory, name, value)
-    return trajectory
 
 
 _policy = lru_cache(maxsize=256)(PolicyVersion)

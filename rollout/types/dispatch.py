@@ -121,8 +121,6 @@ class StepCommit:
     """The policy that the step produced."""
     dispatch_ids: tuple[str, ...]
     """Groups of which at least one trajectory was trained."""
-    digest: str
-    """Digest of the trained weights, if the step's weights were already published; else empty."""
     trajectories_trained: int
     trajectories_masked: int
     trajectories_dropped: int

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rollout.config import SamplingConfig
+from rollout.types.trajectory import EngineTag, LogprobSemantics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,3 +20,40 @@ class EngineIdentity:
     """What the run's requests sample with, for the tag."""
     tokenizer_fingerprint: str = ""
     chat_template_digest: str = ""
+
+    def tag(
+        self,
+        engine: str,
+        version: str,
+        *,
+        dtype: str,
+        kv_across_versions: str,
+        weights_digest: str,
+        quantization: str = "none",
+    ) -> EngineTag:
+        """The tag of this replica. The KV cache has the dtype of the weights; log-probs are of what was sampled from.
+
+        Args:
+            engine: which one.
+            version: of its library.
+            dtype: of weights and KV cache.
+            kv_across_versions: what becomes of the KV cache when weights change.
+            weights_digest: of the weights that it serves now.
+            quantization: of the weights.
+        """
+        return EngineTag(
+            engine=engine,
+            engine_version=version,
+            replica=self.replica,
+            weights_dtype=dtype,
+            kv_dtype=dtype,
+            quantization=quantization,
+            logprob_semantics=LogprobSemantics.PROCESSED,
+            kv_across_versions=kv_across_versions,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            chat_template_digest=self.chat_template_digest,
+            weights_digest=weights_digest,
+        )

@@ -1,9 +1,9 @@
 """The seams of the rollout room. A planted fault or a fake is another implementation of one of these, never an `if`
 inside."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,22 +126,6 @@ class RewardFunction(Protocol):
         ...
 
 
-class Sandbox(Protocol):
-    """Runs untrusted code for an environment or a reward."""
-
-    async def run(self, command: Sequence[str], stdin: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """(exit status, stdout and stderr together)."""
-        ...
-
-
-class WeightTransport(Protocol):
-    """The engine's half of a publication: bring the tensors of a manifest to this process."""
-
-    def receive(self, manifest: WeightManifest) -> str:
-        """Load every tensor into the model and return the digest of the bytes received."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """What the store found when a new trainer epoch opened it."""
@@ -161,13 +145,32 @@ class Recovery:
     totals: Totals
 
 
-class Store(Protocol):
-    """The authority on what was dispatched, finished and trained. Every change is durable before the call returns, one
-    transaction with its event."""
+class Send(Protocol):
+    """Brings one call to where the store is and its answer back. A fake store, a measured one and one in another
+    process differ in this alone."""
+
+    def __call__(self, name: str, /, *args: object) -> Awaitable[Any]:
+        """The answer of the store's method `name`."""
+        ...
+
+
+class Store:
+    """The authority on what was dispatched, finished and trained, as callers hold it; `rollout.store.sqlite` answers.
+    Every change is durable before the call returns, one transaction with its event."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
 
     async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint` (None: a new run) and settle what older epochs left."""
-        ...
+        """Open a new epoch at `checkpoint` and settle what older epochs left; None is version 0: a new run, or one that
+        ended before its first checkpoint.
+
+        A prompt that was lost or rejected here comes again under its old attempt number: that did not count.
+
+        Raises:
+            StoreError: the checkpoint is not in the lineage of this store.
+        """
+        return await self.send("recover", checkpoint)
 
     async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
         """Record attempts and the prompt cursor behind them; re-admitted prompts leave their queue.
@@ -175,21 +178,21 @@ class Store(Protocol):
         Raises:
             FencedError: `trainer_epoch` is not the current one (as for every method that takes it).
         """
-        ...
+        return await self.send("dispatch", trainer_epoch, dispatches, cursor)
 
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         """dispatched -> ready; answers with the ids that it took. A group whose dispatch has ended (or was put before)
         is refused with an event."""
-        ...
+        return await self.send("put", groups)
 
     async def annotate(self, annotations: Sequence[Annotation]) -> None:
         """Keep a later room's typed bytes with groups; kind `verdict` also moves a ready group to audited."""
-        ...
+        await self.send("annotate", annotations)
 
     async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
         """A look at encoded groups with their prompts, in whatever state; those that have ended meanwhile are left
         out."""
-        ...
+        return await self.send("fetch", dispatch_ids)
 
     async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         """ready or audited -> leased; the encoded groups (`rollout.types.codec`) in the order asked, with their newest
@@ -198,21 +201,34 @@ class Store(Protocol):
         Raises:
             StoreError: one of them is in another state; then none is leased.
         """
-        ...
+        return await self.send("lease", trainer_epoch, dispatch_ids)
 
     async def acknowledge(self, commit: StepCommit) -> Counts:
-        """Write the commit record; its groups become leased (trained). Leased groups that it does not name stay
-        leased."""
-        ...
+        """Write the commit record of a step; its groups become leased (trained). Leased groups that it does not name
+        stay leased. The same record twice is accepted once.
+
+        Raises:
+            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not
+                leased.
+        """
+        return await self.send("acknowledge", commit)
 
     async def settle(self, checkpoint: PolicyVersion) -> Counts:
-        """A checkpoint holds steps up to this version: their groups are terminal."""
-        ...
+        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
+        is accepted again.
+
+        Raises:
+            FencedError: the checkpoint is of an older epoch and not in the lineage.
+        """
+        return await self.send("settle", checkpoint)
 
     async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
         """End dispatches that were not trained, from any state that is not terminal. One that has already ended is left
-        out, with an event."""
-        ...
+        out, with an event.
+
+        A re-admitted prompt's attempt goes up by one after a failure of its own; rejections do not count.
+        """
+        return await self.send("reject", trainer_epoch, endings)
 
     async def commit_version(self, entry: LedgerEntry) -> Counts:
         """Add a policy version to the ledger.
@@ -220,16 +236,20 @@ class Store(Protocol):
         Raises:
             StoreError: the version is not newer than the ledger's newest of this epoch.
         """
-        ...
+        return await self.send("commit_version", entry)
 
     async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
-        """Add a run event (replica restarted, weights applied, ...) to the numbered log."""
-        ...
+        """Add a run event (replica restarted, weights applied, ...) to the numbered log.
+
+        Raises:
+            StoreError: a field has a name that every event has of its own.
+        """
+        await self.send("record_event", kind, fields)
 
     async def counts(self) -> Counts:
         """Where all dispatches are."""
-        ...
+        return await self.send("counts")
 
     async def close(self) -> None:
         """Close all files."""
-        ...
+        await self.send("close")

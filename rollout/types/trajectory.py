@@ -1,6 +1,7 @@
 """What comes back: version-tagged trajectories and their rewarded groups. Checked once, at construction; never written
 into."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -119,8 +120,8 @@ class Trajectory:
     routing: RoutingTrace | None = None
 
     def __post_init__(self) -> None:
-        _check_arrays(self)
-        _check_spans(self)
+        for fault in _faults(self):
+            raise ValueError(f"trajectory {self.trajectory_id}: {fault}")
 
     @property
     def num_sampled(self) -> int:
@@ -278,7 +279,8 @@ def _trajectory_header(trajectory: Trajectory, reward: Reward) -> TrajectoryHead
     )
 
 
-def _check_arrays(trajectory: Trajectory) -> None:
+def _faults(trajectory: Trajectory) -> Iterator[str]:
+    """What is wrong with a trajectory."""
     shape = trajectory.token_ids.shape
     wanted = (
         (trajectory.token_ids, np.int32, "token_ids"),
@@ -287,37 +289,17 @@ def _check_arrays(trajectory: Trajectory) -> None:
     )
     for array, dtype, name in wanted:
         if array.dtype != dtype or array.shape != shape or array.ndim != 1:
-            raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: {name} is {array.dtype} {array.shape}; expected "
-                f"{np.dtype(dtype)} {shape}"
-            )
+            yield f"{name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}"
     if not np.isfinite(trajectory.rollout_logprobs).all():
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: rollout_logprobs hold NaN or infinity")
+        yield "rollout_logprobs hold NaN or infinity"
     if trajectory.rollout_logprobs[~trajectory.sampled].any():
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: a token that was not sampled has a log-prob; expected 0 there"
-        )
+        yield "a token that was not sampled has a log-prob; expected 0 there"
     if trajectory.routing is not None and trajectory.routing.covered.size != shape[0] - 1:
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: routing has {trajectory.routing.covered.size} rows for {shape[0]} "
-            "tokens; expected T - 1"
-        )
-
-
-def _check_spans(trajectory: Trajectory) -> None:
+        yield f"routing has {trajectory.routing.covered.size} rows for {shape[0]} tokens; expected T - 1"
     position, covered = 0, 0
     for span in trajectory.version_spans:
-        if (
-            not position <= span.start < span.end <= trajectory.token_ids.size
-            or not trajectory.sampled[span.start : span.end].all()
-        ):
-            raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: span {span} overlaps its neighbour or covers tokens that were "
-                "not sampled"
-            )
+        if not position <= span.start < span.end <= shape[0] or not trajectory.sampled[span.start : span.end].all():
+            yield f"span {span} overlaps its neighbour or covers tokens that were not sampled"
         position, covered = span.end, covered + span.end - span.start
     if covered == 0 or covered != trajectory.num_sampled:
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: spans cover {covered} of {trajectory.num_sampled} sampled tokens; "
-            "expected all, and at least one"
-        )
+        yield f"spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one"

@@ -23,13 +23,14 @@ def wired(cls: type[T]) -> type[T]:
     values: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
 
     def reduce(made: T) -> tuple[Any, ...]:
-        return _rebuilt, (cls, names, values(made))
+        return rebuilt, (cls, names, values(made))
 
     cast(Any, cls).__reduce__ = reduce
     return cls
 
 
-def _rebuilt(cls: type[T], names: tuple[str, ...], values: tuple[Any, ...]) -> T:
+def rebuilt(cls: type[T], names: tuple[str, ...], values: tuple[Any, ...]) -> T:
+    """A frozen object from its fields, without the checks of construction: it passed them when it was first made."""
     made = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)

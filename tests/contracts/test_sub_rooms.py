@@ -15,7 +15,7 @@ ORDER = {
         "config errors types transport published rewards store tokenization engines environments episodes evaluation "
         "faults"
     ),
-    "rollout.engines": "sampling scripted torch vllm registry",
+    "rollout.engines": "serving sampling scripted torch vllm registry",
     "trainer": (
         "config types algorithms batching model tiny loss optim consistency checkpointing gradloc weights planted step "
         "replay"

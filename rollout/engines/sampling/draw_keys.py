@@ -1,4 +1,6 @@
-"""Sampling keys of requests that bring none. It knows no model and no array library."""
+"""The keys that fix the draws of a request: those that it brings, or the engine's own. An engine's own differ from
+replica to replica and from attempt to attempt; those that deterministic mode sends along do not
+(`rollout.episodes.sampling_keys`)."""
 
 import hashlib
 import struct
@@ -6,7 +8,7 @@ import struct
 from rollout.types.generation import GenerationRequest
 
 
-def sample_keys(request: GenerationRequest, seed: int, replica: int) -> tuple[int, ...]:
+def request_keys(request: GenerationRequest, seed: int, replica: int) -> tuple[int, ...]:
     """The request's seeds, or 63-bit keys drawn from the run's seed, the replica and the request's id."""
     if request.seeds:
         return request.seeds

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from rollout.config import ScriptedConfig
 from rollout.engines.scripted.clock import Clock, LoopClock
 from rollout.engines.scripted.samples import SampleScript, ScriptedRequest, ScriptedSample
+from rollout.engines.serving.requests import refuse_running, refuse_several
+from rollout.engines.serving.usage import Usage
 from rollout.errors import EngineError
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import digest_directory
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.types.protocols import EngineLoad
-from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics
+from rollout.types.trajectory import EngineTag, FinishReason
 from rollout.types.weights import ApplyReport, WeightManifest
 
 
@@ -55,25 +58,21 @@ class ScriptedEngine:
         self._draining: set[str] = set()
         self._drained: asyncio.Event = asyncio.Event()
         self._stopped = False
-        self._busy_s, self._busy_since_s = 0.0, 0.0
-        self._generated_tokens = 0
+        self._usage = Usage(self._clock.now)
 
     async def start(self, manifest: WeightManifest) -> EngineTag:
         """Take the manifest's label; with files, read and hash them."""
         self._digest, self._manifest = await asyncio.to_thread(_received_digest, manifest), manifest
         return await self.tag()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Sample; see the protocol."""
-        async for chunk in self._serve(request, 0):
-            yield chunk
+        return self._serve(request, 0)
 
-    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         """Continue one sample; `max_new_tokens` counts `produced`. The same key gives the same continuation."""
-        if request.num_samples != 1:
-            raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
-        async for chunk in self._serve(request, produced.size):
-            yield chunk
+        refuse_several(request)
+        return self._serve(request, produced.size)
 
     async def abort(self, request_id: str) -> None:
         """End a request's samples where they stand."""
@@ -108,9 +107,8 @@ class ScriptedEngine:
                 await self._drained.wait()
             self._paused_at_s = self._clock.now()
             return
-        for sample in list(self._occupied):
+        for sample in self._occupied:
             self._freeze(sample)
-        self._note_busy(was_busy=bool(self._occupied))
 
     async def apply(self, manifest: WeightManifest) -> ApplyReport:
         """Take over the label after `apply_s`; with files, answer the digest of the files' bytes.
@@ -137,28 +135,18 @@ class ScriptedEngine:
             return
         self._paused_at_s, now_s = None, self._clock.now()
         self._draining.clear()
-        self._busy_since_s = now_s
         for sample in self._occupied:
             self._run(sample, now_s)
         self._fill_slots(now_s)
 
     async def tag(self) -> EngineTag:
         """What this engine declares about itself."""
-        sampling = self._identity.sampling
-        return EngineTag(
-            engine="scripted",
-            engine_version="1",
-            replica=self._identity.replica,
-            weights_dtype=self._config.dtype,
-            kv_dtype=self._config.dtype,
-            quantization="none",
-            logprob_semantics=LogprobSemantics.PROCESSED,
-            kv_across_versions=self._config.kv_across_versions,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
-            chat_template_digest=self._identity.chat_template_digest,
+        config = self._config
+        return self._identity.tag(
+            "scripted",
+            "1",
+            dtype=config.dtype,
+            kv_across_versions=config.kv_across_versions,
             weights_digest=self._digest,
         )
 
@@ -168,12 +156,7 @@ class ScriptedEngine:
 
     async def load(self) -> EngineLoad:
         """Samples in slots and waiting; time with a sample in a slot, pauses apart."""
-        busy_s = self._busy_s
-        if self._occupied and not self._frozen:
-            busy_s += self._clock.now() - self._busy_since_s
-        return EngineLoad(
-            running=len(self._occupied) + len(self._waiting), busy_s=busy_s, generated_tokens=self._generated_tokens
-        )
+        return replace(self._usage.load(), running=len(self._occupied) + len(self._waiting))
 
     async def stop(self) -> None:
         """Fail what runs and refuse what comes."""
@@ -195,16 +178,13 @@ class ScriptedEngine:
 
     async def _serve(self, request: GenerationRequest, first: int) -> AsyncIterator[TokenChunk]:
         policy = self._served().policy
-        if request.request_id in self._requests:
-            raise EngineError(
-                f"request {request.request_id} is already running on replica {self._identity.replica}; ids are "
-                "idempotent, use a new one"
-            )
+        refuse_running(request, self._requests, self._identity.replica)
         record = self._script.begin(request, first)
         if self._paused_at_s is None and not self._config.latency_mean_s:
             for sample in record.samples:
-                sample.spans.append((policy, first, sample.length))
-                self._generated_tokens += sample.length - first
+                sample.policies.append((policy, first))
+                sample.done = sample.length
+                self._usage.generated(sample.length - first)
                 for chunk in self._script.chunks(sample, None):
                     yield chunk
             return
@@ -236,20 +216,18 @@ class ScriptedEngine:
             if self._paused_at_s is not None and sample.request.request.request_id not in self._draining:
                 held.append(sample)
                 continue
-            if not self._occupied:
-                self._busy_since_s = self._clock.now()
             self._occupied.add(sample)
             self._run(sample, at_s)
         self._waiting.extendleft(reversed(held))
 
     def _run(self, sample: ScriptedSample, at_s: float) -> None:
+        self._usage.began(1)
         sample.started_s = at_s
         due_s = at_s + sample.latency_s - sample.elapsed_s
         sample.timer = self._clock.call_at(due_s, lambda: self._complete(sample, due_s))
 
     def _complete(self, sample: ScriptedSample, due_s: float) -> None:
-        sample.timer = None
-        self._close_span(sample, sample.length)
+        self._sampled_until(sample, sample.length)
         self._finish(sample, None)
         self._fill_slots(due_s)
 
@@ -257,38 +235,36 @@ class ScriptedEngine:
         """Stop a sample's clock and put the tokens that its time was enough for under the policy in force."""
         if sample.started_s is None:
             return
+        sample.elapsed_s = min(sample.latency_s, sample.elapsed_s + max(0.0, self._clock.now() - sample.started_s))
+        self._stop_clock(sample)
+        share = sample.elapsed_s / sample.latency_s if sample.latency_s else 0.0
+        self._sampled_until(sample, sample.first + int(share * (sample.length - sample.first)))
+
+    def _stop_clock(self, sample: ScriptedSample) -> None:
         if sample.timer is not None:
             sample.timer.cancel()
-        sample.elapsed_s = min(sample.latency_s, sample.elapsed_s + max(0.0, self._clock.now() - sample.started_s))
-        sample.started_s = sample.timer = None
-        share = sample.elapsed_s / sample.latency_s if sample.latency_s else 0.0
-        self._close_span(sample, sample.first + int(share * (sample.length - sample.first)))
+            sample.timer = sample.started_s = None
+            self._usage.ended(1)
 
-    def _close_span(self, sample: ScriptedSample, stop: int) -> None:
-        if stop > sample.done:
-            policy = self._served().policy
-            if sample.spans and sample.spans[-1][0] == policy:
-                sample.spans[-1] = (policy, sample.spans[-1][1], stop)
-            else:
-                sample.spans.append((policy, sample.done, stop))
-            sample.done = stop
+    def _sampled_until(self, sample: ScriptedSample, stop: int) -> None:
+        """Put the tokens up to `stop` under the policy in force."""
+        policy = self._served().policy
+        if stop > sample.done and (not sample.policies or sample.policies[-1][0] != policy):
+            sample.policies.append((policy, sample.done))
+        sample.done = max(sample.done, stop)
 
     def _finish(self, sample: ScriptedSample, finish: FinishReason | None) -> None:
-        if finish is FinishReason.ABORT and not sample.spans:
-            sample.spans.append((self._served().policy, sample.first, sample.first))
+        sample.policies = sample.policies or [(self._served().policy, sample.first)]
         self._leave(sample)
         sample.request.live -= 1
-        chunks = self._script.chunks(sample, finish)
-        self._generated_tokens += sum(chunk.token_ids.size for chunk in chunks)
-        sample.request.chunks.put_nowait(chunks)
+        self._usage.generated(sample.done - sample.first)
+        sample.request.chunks.put_nowait(self._script.chunks(sample, finish))
         sample.length = 0  # finished: abort and forget pass it over
         if not sample.request.live:
             self._note_drained(sample.request)
 
     def _forget(self, record: ScriptedRequest) -> None:
         for sample in [s for s in record.samples if s.length]:
-            if sample.timer is not None:
-                sample.timer.cancel()
             self._leave(sample)
             sample.length = 0
         del self._requests[record.request.request_id]
@@ -302,16 +278,11 @@ class ScriptedEngine:
             self._drained.set()
 
     def _leave(self, sample: ScriptedSample) -> None:
+        self._stop_clock(sample)
         if sample in self._occupied:
             self._occupied.remove(sample)
-            self._note_busy(was_busy=not self._occupied and not self._frozen)
         elif sample in self._waiting:
             self._waiting.remove(sample)
-
-    def _note_busy(self, *, was_busy: bool) -> None:
-        """The engine falls idle now: add the time since it became busy."""
-        if was_busy:
-            self._busy_s += self._clock.now() - self._busy_since_s
 
     async def _sleep(self, seconds: float) -> None:
         woken = asyncio.Event()

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import ScriptedConfig
-from rollout.engines.sampling.draw_keys import sample_keys
+from rollout.engines.sampling.draw_keys import request_keys
 from rollout.engines.scripted.clock import Timer
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
-from rollout.errors import UserError
+from rollout.engines.serving.requests import cut, tokens_left
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, TokenChunk
 from rollout.types.trajectory import FinishReason
@@ -36,8 +36,9 @@ class ScriptedSample:
     started_s: float | None = None
     """When it last started; None while it waits or is frozen."""
     done: int = 0
-    """Tokens sampled under policies that are in `spans`."""
-    spans: list[tuple[PolicyVersion, int, int]] = field(default_factory=list[tuple[PolicyVersion, int, int]])
+    """Tokens sampled so far, `first` included."""
+    policies: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
+    """(policy, first token sampled under it)"""
     timer: Timer | None = None
 
 
@@ -69,17 +70,9 @@ class SampleScript:
         Raises:
             UserError: there is no room for a token.
         """
-        longest = request.sampling.max_new_tokens
-        if self._config.max_model_len is not None:
-            longest = min(longest, self._config.max_model_len - request.prompt_ids.size)
-        if longest <= first:
-            raise UserError(
-                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave"
-                f" no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
-                f"{self._config.max_model_len}); shorten the prompt or raise the limits"
-            )
+        longest = first + tokens_left(request, first, self._config.max_model_len)
         record = ScriptedRequest(request, longest, [], asyncio.Queue(), request.num_samples)
-        for index, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica)):
+        for index, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica)):
             shortest = (
                 longest
                 if self._shortest is None or request.sampling.ignore_eos
@@ -92,31 +85,17 @@ class SampleScript:
         return record
 
     def chunks(self, sample: ScriptedSample, finish: FinishReason | None) -> list[TokenChunk]:
-        """One chunk a span; with `finish` None the length decides."""
+        """One chunk a policy; with `finish` None the length decides."""
         request = sample.request.request
         stops = finish is None and sample.length < sample.request.limit and bool(request.eos_ids)
+        token_ids = self._draws.tokens(sample.bits, 0, sample.done, request.eos_ids)
+        if stops:
+            token_ids = token_ids.copy()
+            token_ids[-1] = request.eos_ids[0]
+        logprobs = self._draws.logprobs(sample.bits, 0, sample.done)
         reason = finish or (FinishReason.STOP if stops else FinishReason.LENGTH)
-        last = len(sample.spans) - 1
-        return [self._chunk(sample, span, reason if i == last else None) for i, span in enumerate(sample.spans)]
+        return cut(request.request_id, sample.index, token_ids, logprobs, sample.policies, reason)
 
     def score(self, key: int, count: int) -> NDArray[np.float32]:
         """Log-probs [count] drawn from a key."""
         return self._draws.logprobs(draw_bits(key), 0, count).copy()
-
-    def _chunk(
-        self, sample: ScriptedSample, span: tuple[PolicyVersion, int, int], finish: FinishReason | None
-    ) -> TokenChunk:
-        policy, start, stop = span
-        request = sample.request.request
-        token_ids = self._draws.tokens(sample.bits, start, stop, request.eos_ids)
-        if finish is FinishReason.STOP:
-            token_ids = token_ids.copy()
-            token_ids[-1] = request.eos_ids[0]
-        return TokenChunk(
-            request_id=request.request_id,
-            sample_index=sample.index,
-            token_ids=token_ids,
-            logprobs=self._draws.logprobs(sample.bits, start, stop),
-            policy=policy,
-            finish_reason=finish,
-        )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engines.sampling.sampling import RowSampling, draw
+from rollout.engines.serving.requests import cut
 from rollout.engines.torch.cohort_cache import PrefillCache, RowCache
 from rollout.engines.torch.model import DecodeModel
 from rollout.engines.torch.routing import Experts, RoutingCapture
@@ -38,7 +39,7 @@ class Row:
     """[max_tokens]"""
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    spans: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
+    policies: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
     """(policy, first token sampled under it)"""
     finish: FinishReason | None = None
     routing: list[Experts] = field(default_factory=list[Experts])
@@ -46,8 +47,8 @@ class Row:
 
     def accept(self, token: int, logprob: float, policy: PolicyVersion) -> bool:
         """Add a sampled token; whether the sample has ended."""
-        if not self.spans or self.spans[-1][0] != policy:
-            self.spans.append((policy, len(self.tokens)))
+        if not self.policies or self.policies[-1][0] != policy:
+            self.policies.append((policy, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
@@ -58,22 +59,10 @@ class Row:
 
     def chunks(self, policy: PolicyVersion) -> list[TokenChunk]:
         """All tokens, one chunk a policy; a sample without tokens (aborted) has one empty chunk under `policy`."""
-        spans = self.spans or [(policy, 0)]
         token_ids, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
-        ends = [start for _, start in spans[1:]] + [len(self.tokens)]
-        last = len(spans) - 1
-        return [
-            TokenChunk(
-                request_id=self.request.request_id,
-                sample_index=self.sample_index,
-                token_ids=token_ids[start:end],
-                logprobs=logprobs[start:end],
-                policy=span_policy,
-                finish_reason=self.finish if i == last else None,
-                routing=self._trace() if i == last else None,
-            )
-            for i, ((span_policy, start), end) in enumerate(zip(spans, ends, strict=True))
-        ]
+        starts = self.policies or [(policy, 0)]
+        request_id = self.request.request_id
+        return cut(request_id, self.sample_index, token_ids, logprobs, starts, self.finish, self._trace())
 
     def _trace(self) -> RoutingTrace | None:
         if not self.routing:

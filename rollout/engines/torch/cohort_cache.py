@@ -40,7 +40,7 @@ class RowCache:
     def place(self, prefill: PrefillCache, source: list[int], first_row: int) -> None:
         """Copy prefilled keys and values into rows `first_row`..: row `first_row + i` takes prefill row `source[i]`."""
         width = prefill.blocks[0][0].shape[2]
-        self._reserve(prefill, first_row + len(source), width)
+        self._fit(first_row + len(source), width, prefill.blocks)
         whole = source == list(range(prefill.blocks[0][0].shape[0]))
         index = torch.tensor(source, device=prefill.blocks[0][0].device)
         for (keys, values), (new_keys, new_values) in zip(self._blocks, prefill.blocks, strict=True):
@@ -60,8 +60,7 @@ class RowCache:
         self._positions = torch.tensor(positions, device=device)
         if self._index is None or self._index.shape[0] != self._live:
             self._index = torch.arange(self._live, device=device)
-        if self._width > self._length:
-            self._grow(self._rows, self._width)
+        self._fit(self._rows, self._width, self._blocks)
         return self._positions.unsqueeze(1)
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
@@ -88,30 +87,25 @@ class RowCache:
         """Positions before the current one in the longest row."""
         return self._width - 1
 
-    def _reserve(self, prefill: PrefillCache, rows: int, length: int) -> None:
-        if not self._blocks:
-            self._rows, self._length = rows, _rounded(length)
-            self._blocks = [(self._empty(keys), self._empty(values)) for keys, values in prefill.blocks]
-        elif rows > self._rows or length > self._length:
-            self._grow(rows, length)
+    def _fit(self, rows: int, length: int, like: list[tuple[Tensor, Tensor]]) -> None:
+        """Make room for rows and positions, in tensors `like` these, and keep what is there."""
+        old_rows, old_length = self._rows, self._length
+        if rows <= old_rows and length <= old_length:
+            return
+        self._rows = max(rows, 2 * old_rows) if rows > old_rows else old_rows
+        self._length = _rounded(max(length, old_length * 3 // 2)) if length > old_length else old_length
+        grown = [(self._empty(keys), self._empty(values)) for keys, values in like]
+        if self._blocks:
+            for (keys, values), (old_keys, old_values) in zip(grown, self._blocks, strict=True):
+                keys[:old_rows, :, :old_length] = old_keys
+                values[:old_rows, :, :old_length] = old_values
+        self._blocks = grown
 
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros, not whatever memory holds: a masked position still multiplies its value by 0, and 0 x NaN is NaN.
         return torch.zeros(
             (self._rows, like.shape[1], self._length, like.shape[3]), dtype=like.dtype, device=like.device
         )
-
-    def _grow(self, rows: int, length: int) -> None:
-        old_rows, old_length = self._rows, self._length
-        self._rows = max(rows, 2 * old_rows) if rows > old_rows else old_rows
-        self._length = _rounded(max(length, old_length * 3 // 2)) if length > old_length else old_length
-        grown: list[tuple[Tensor, Tensor]] = []
-        for block in self._blocks:
-            keys, values = self._empty(block[0]), self._empty(block[1])
-            keys[:old_rows, :, :old_length] = block[0]
-            values[:old_rows, :, :old_length] = block[1]
-            grown.append((keys, values))
-        self._blocks = grown
 
 
 def _rounded(length: int) -> int:

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import TorchEngineConfig
-from rollout.engines.sampling.draw_keys import sample_keys
+from rollout.engines.sampling.draw_keys import request_keys
 from rollout.engines.sampling.sampling import Uniforms
+from rollout.engines.serving.requests import NOTHING, check_ids, tokens_left
 from rollout.engines.torch.cohort import Cohort, Row
 from rollout.engines.torch.model import DecodeModel
-from rollout.engines.torch.routing import RoutingCapture, routing_of
+from rollout.engines.torch.routing import RoutingCapture
 from rollout.engines.torch.weights import WeightLoader
 from rollout.errors import ConcordError, EngineError, UserError
 from rollout.types.engine_identity import EngineIdentity
@@ -60,7 +61,7 @@ class DecodeCore:
         self.digest, self.policy = self._loader.receive(manifest), manifest.policy
         self._model.check()
         self._routing: RoutingCapture | None = (
-            routing_of(self._model.module, self._model.config) if config.return_routing else None
+            RoutingCapture(self._model.module, self._model.config) if config.return_routing else None
         )
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
         self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
@@ -101,7 +102,7 @@ class DecodeCore:
     def _num_live(self) -> int:
         return sum(len(cohort.rows) for cohort in self._cohorts)
 
-    def submit(self, request: GenerationRequest, produced: NDArray[np.int32] | None = None) -> None:
+    def submit(self, request: GenerationRequest, produced: NDArray[np.int32] = NOTHING) -> None:
         """Queue a request, or the rest of a sample that has `produced` so far (`max_new_tokens` counts it).
 
         Raises:
@@ -148,7 +149,7 @@ class DecodeCore:
     @torch.inference_mode()
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """[T] ids -> [T - 1] raw log-probs in nats; logits exist for a chunk of positions only."""
-        self._check_ids("score", token_ids)
+        check_ids("score", token_ids, self._model.vocab_size)
         if token_ids.size > self._context_tokens:
             raise UserError(f"got {token_ids.size} tokens to score; the context has {self._context_tokens}")
         ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._model.device)
@@ -231,17 +232,10 @@ class DecodeCore:
     def _done(self, row: Row) -> SampleDone:
         return SampleDone(row.request.request_id, row.chunks(self.policy))
 
-    def _rows(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> list[Row]:
-        given = request.prompt_ids if produced is None else np.concatenate([request.prompt_ids, produced])
-        self._check_ids(request.request_id, given)
-        first = given.size - request.prompt_ids.size
-        max_tokens = min(request.sampling.max_new_tokens - first, self._context_tokens - given.size)
-        if max_tokens < 1:
-            raise UserError(
-                f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {first} produced ones leave"
-                f" no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
-                f"{self._context_tokens}); shorten the prompt or raise the limits"
-            )
+    def _rows(self, request: GenerationRequest, produced: NDArray[np.int32]) -> list[Row]:
+        given = np.concatenate([request.prompt_ids, produced])
+        check_ids(f"request {request.request_id}", given, self._model.vocab_size)
+        max_tokens = tokens_left(request, produced.size, self._context_tokens)
         stop_ids = frozenset() if request.sampling.ignore_eos else frozenset(request.eos_ids)
         prompt = given.tolist()
         return [
@@ -251,18 +245,10 @@ class DecodeCore:
                 given=prompt,
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
-                uniforms=self._uniforms.stream(key, first, max_tokens),
+                uniforms=self._uniforms.stream(key, produced.size, max_tokens),
             )
-            for i, key in enumerate(sample_keys(request, self._identity.seed, self._identity.replica))
+            for i, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica))
         ]
-
-    def _check_ids(self, what: str, token_ids: NDArray[np.int32]) -> None:
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self._model.vocab_size:
-            raise UserError(
-                f"{what}: got token ids from {low} to {high}; the model knows 0 to {self._model.vocab_size - 1}: "
-                "tokenizer and model do not fit"
-            )
 
 
 def _context(wanted: int | None, own: int | None) -> int:

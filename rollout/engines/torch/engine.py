@@ -1,7 +1,7 @@
 """The in-process reference engine: Hugging Face causal LMs, batched KV-cached sampling, exact log-probs.
 
 It owns the asynchronous side: requests, their queues and their ends. The decoding itself runs on one thread
-(`torch_engine_thread`), so that the event loop stays free; there, `torch_engine_core` steps cohorts of rows.
+(`thread`), so that the event loop stays free; there, `core` steps cohorts of rows.
 """
 
 import asyncio
@@ -15,13 +15,14 @@ import transformers
 from numpy.typing import NDArray
 
 from rollout.config import TorchEngineConfig
+from rollout.engines.serving.requests import NOTHING, refuse_running, refuse_several
 from rollout.engines.torch.core import DecodeCore, SampleDone
-from rollout.engines.torch.thread import DecodeThread
-from rollout.errors import ConcordError, EngineError, UserError
+from rollout.engines.torch.thread import Command, DecodeThread
+from rollout.errors import ConcordError, EngineError
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.types.protocols import EngineLoad
-from rollout.types.trajectory import EngineTag, LogprobSemantics
+from rollout.types.trajectory import EngineTag
 from rollout.types.weights import ApplyReport, WeightManifest
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class TorchEngine:
         self._core: DecodeCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[list[TokenChunk] | ConcordError]] = {}
-        self._pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]] = []
+        self._pending: list[Command[None]] = []
 
     async def start(self, manifest: WeightManifest) -> EngineTag:
         """Build the model, load the weights, check the forward pass against the library's own."""
@@ -53,18 +54,15 @@ class TorchEngine:
         self._core = await asyncio.wrap_future(self._thread.ready)
         return await self.tag()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Sample; see the protocol."""
-        async for chunk in self._serve(request, None):
-            yield chunk
+        return self._serve(request, NOTHING)
 
-    async def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
+    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         """Continue one sample; `max_new_tokens` counts `produced`. The same key goes on with the same random
         numbers."""
-        if request.num_samples != 1:
-            raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
-        async for chunk in self._serve(request, produced):
-            yield chunk
+        refuse_several(request)
+        return self._serve(request, produced)
 
     async def abort(self, request_id: str) -> None:
         """End a request's samples where they stand."""
@@ -86,7 +84,8 @@ class TorchEngine:
             return await self._call(lambda core: core.apply(manifest))
         except ConcordError as error:
             if self._running_core().broken is not None:
-                self._refuse([(request_id, error) for request_id in self._queues])
+                for queue in self._queues.values():
+                    queue.put_nowait(error)
             raise
 
     async def resume(self) -> None:
@@ -95,21 +94,11 @@ class TorchEngine:
 
     async def tag(self) -> EngineTag:
         """What this engine declares about itself."""
-        sampling, dtype = self._identity.sampling, self._config.dtype
-        return EngineTag(
-            engine="torch",
-            engine_version=f"torch {torch.__version__}, transformers {transformers.__version__}",
-            replica=self._identity.replica,
-            weights_dtype=dtype,
-            kv_dtype=dtype,
-            quantization="none",
-            logprob_semantics=LogprobSemantics.PROCESSED,
+        return self._identity.tag(
+            "torch",
+            f"torch {torch.__version__}, transformers {transformers.__version__}",
+            dtype=self._config.dtype,
             kv_across_versions=self._config.kv_across_versions,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
-            chat_template_digest=self._identity.chat_template_digest,
             weights_digest=self._running_core().digest,
         )
 
@@ -146,21 +135,16 @@ class TorchEngine:
         self._flush()
         return await asyncio.wrap_future(self._running_thread().call(act))
 
-    async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> AsyncIterator[TokenChunk]:
+    async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         self._running_core()
-        if request.request_id in self._queues:
-            raise EngineError(
-                f"request {request.request_id} is already running on replica {self._identity.replica}; ids are "
-                "idempotent, use a new one"
-            )
+        refuse_running(request, self._queues, self._identity.replica)
         queue = self._queues[request.request_id] = asyncio.Queue()
         waiting = request.num_samples
-        self._enqueue(request, produced)
         try:
+            await asyncio.wrap_future(self._submit(request, produced))
             while waiting:
                 item = await queue.get()
                 if isinstance(item, ConcordError):
-                    waiting = 0
                     raise item
                 waiting -= 1
                 for chunk in item:
@@ -171,37 +155,18 @@ class TorchEngine:
                 self._flush()
                 self._running_thread().call(lambda core: core.abort(request.request_id))
 
-    def _enqueue(self, request: GenerationRequest, produced: NDArray[np.int32] | None) -> None:
+    def _submit(self, request: GenerationRequest, produced: NDArray[np.int32]) -> Future[None]:
         """Requests of one turn of the event loop go to the thread together, so that they share a prefill."""
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append((request, produced))
+        command = Command(lambda core: core.submit(request, produced))
+        self._pending.append(command)
+        return command.future
 
     def _flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, []
-            self._running_thread().call(lambda core: _submit_all(core, pending)).add_done_callback(
-                lambda done: self._refuse_from_thread(done, pending)
-            )
-
-    def _refuse_from_thread(
-        self,
-        done: "Future[list[tuple[str, ConcordError]]]",
-        pending: list[tuple[GenerationRequest, NDArray[np.int32] | None]],
-    ) -> None:
-        error = done.exception()
-        refused = (
-            [(request.request_id, error) for request, _ in pending]
-            if isinstance(error, ConcordError)
-            else done.result()
-        )
-        if refused and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._refuse, refused)
-
-    def _refuse(self, refused: list[tuple[str, ConcordError]]) -> None:
-        for request_id, error in refused:
-            if request_id in self._queues:
-                self._queues[request_id].put_nowait(error)
+        pending, self._pending = self._pending, []
+        if pending:
+            self._running_thread().send(pending)
 
     def _from_thread(self, done: list[SampleDone]) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -215,22 +180,5 @@ class TorchEngine:
         thread = self._thread
         if thread is not None and not done and not thread.alive:
             cause = thread.failure or "it was stopped"
-            self._refuse(
-                [
-                    (request_id, EngineError(f"request {request_id}: the torch engine ended: {cause}"))
-                    for request_id in self._queues
-                ]
-            )
-
-
-def _submit_all(
-    core: DecodeCore, requests: list[tuple[GenerationRequest, NDArray[np.int32] | None]]
-) -> list[tuple[str, ConcordError]]:
-    """Queue what can be queued; the others with the reason."""
-    refused: list[tuple[str, ConcordError]] = []
-    for request, produced in requests:
-        try:
-            core.submit(request, produced)
-        except (UserError, EngineError) as error:
-            refused.append((request.request_id, error))
-    return refused
+            for request_id, queue in self._queues.items():
+                queue.put_nowait(EngineError(f"request {request_id}: the torch engine ended: {cause}"))

@@ -16,21 +16,21 @@ Experts = NDArray[np.uint8] | NDArray[np.uint16]
 class RoutingCapture:
     """The experts chosen in the newest forward pass, one entry a MoE block, in the order of the blocks."""
 
-    def __init__(self, model: nn.Module, num_experts: int, top_k: int) -> None:
-        """Hook every router of `model`.
+    def __init__(self, model: nn.Module, config: object) -> None:
+        """Hook every router of `model`, whose config counts its experts under the usual names.
 
         Raises:
-            UserError: it has none.
+            UserError: the config names no experts, or the model has no router.
         """
-        self.dtype = np.uint8 if num_experts <= 256 else np.uint16
-        self._num_experts, self._top_k = num_experts, top_k
-        self._chosen: list[Tensor] = []
-        routers = find_routers(model)
-        if not routers:
+        counts, routers = expert_counts(config), find_routers(model)
+        if counts is None or not routers:
+            trouble = "is not a mixture of experts" if counts is None else "has no router that the torch engine finds"
             raise UserError(
-                f"got engine.return_routing = true, but {type(model).__name__} has no router that the torch engine "
-                "finds; set it to false"
+                f"got engine.return_routing = true, but the model ({type(model).__name__}) {trouble}; set it to false"
             )
+        self._num_experts, self._top_k = counts
+        self.dtype = np.uint8 if self._num_experts <= 256 else np.uint16
+        self._chosen: list[Tensor] = []
         for router in routers:
             router.register_forward_hook(self._catch)
 
@@ -46,18 +46,3 @@ class RoutingCapture:
 
     def _catch(self, _module: nn.Module, _args: object, output: RouterOutput) -> None:
         self._chosen.append(chosen_experts(read_answer(output, self._num_experts, self._top_k), self._top_k))
-
-
-def routing_of(model: nn.Module, config: object) -> RoutingCapture:
-    """Hooks for a model with the usual names of its expert counts.
-
-    Raises:
-        UserError: the config names no experts.
-    """
-    counts = expert_counts(config)
-    if counts is None:
-        raise UserError(
-            f"got engine.return_routing = true, but the model ({type(model).__name__}) is not a mixture of experts; set"
-            " it to false"
-        )
-    return RoutingCapture(model, *counts)

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,13 +15,16 @@ from rollout.errors import ConcordError, EngineError, boundary
 T = TypeVar("T")
 
 
-class _Command(Generic[T]):
-    """Something to do with the core between two steps, and where its outcome goes."""
+class Command(Generic[T]):
+    """Something to do with the core between two steps, and where its outcome goes; not done once that is cancelled."""
 
     def __init__(self, act: Callable[[DecodeCore], T]) -> None:
         self.act, self.future = act, Future[T]()
 
     def run(self, core: DecodeCore) -> None:
+        """Do it."""
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
             with boundary(
                 EngineError,
@@ -29,6 +32,11 @@ class _Command(Generic[T]):
             ):
                 self.future.set_result(self.act(core))
         except ConcordError as error:
+            self.future.set_exception(error)
+
+    def fail(self, error: ConcordError) -> None:
+        """It cannot be done."""
+        if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
@@ -56,8 +64,9 @@ class DecodeThread:
         """What ended this thread, if something did."""
         self.busy_s = 0.0
         self._build, self._deliver, self._num_threads, self._deterministic = build, deliver, num_threads, deterministic
-        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
-        self._drains: list[Future[None]] = []
+        self._commands: SimpleQueue[Sequence[Command[Any]] | None] = SimpleQueue()
+        self._drains: list[Command[None]] = []
+        """Run as soon as sampling has stopped."""
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -68,25 +77,28 @@ class DecodeThread:
 
     def call(self, act: Callable[[DecodeCore], T]) -> "Future[T]":
         """Run `act` between two steps."""
-        command = _Command(act)
-        if self.alive:
-            self._commands.put(command)  # pyright: ignore[reportArgumentType]
-        else:
-            command.future.set_exception(
-                EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica")
-            )
+        command = Command(act)
+        self.send([command])
         return command.future
+
+    def send(self, commands: Sequence[Command[Any]]) -> None:
+        """Run `commands`, all between the same two steps."""
+        if self.alive:
+            self._commands.put(commands)
+        else:
+            self._fail(commands)
 
     def drained(self) -> "Future[None]":
         """Done when a pause has taken effect."""
-        future: Future[None] = Future()
-        self.call(lambda _: self._drains.append(future))
-        return future
+        command = Command(lambda core: core.note_pause())
+        self.call(lambda _: self._drains.append(command))
+        return command.future
 
     def stop(self) -> None:
         """End after the current step; commands that still wait fail."""
         self._commands.put(None)
         self._thread.join()
+        self._fail_waiting()  # what came after its last look
 
     def _run(self) -> None:
         torch.set_num_threads(1 if self._deterministic else self._num_threads)
@@ -120,26 +132,27 @@ class DecodeThread:
                 if done:
                     self._deliver(done)
             if self._drains and core.sampling_has_stopped:
-                core.note_pause()
-                for future in self._drains:
-                    future.set_result(None)
+                for command in self._drains:
+                    command.run(core)
                 self._drains.clear()
 
     def _run_commands(self, core: DecodeCore) -> bool:
         """Run what waits, waiting for something when there is nothing to step; False when told to stop."""
         while not (self._commands.empty() and (core.can_step or self._drains)):
-            command = self._commands.get()
-            if command is None:
+            commands = self._commands.get()
+            if commands is None:
                 return False
-            command.run(core)
+            for command in commands:
+                command.run(core)
         return True
 
     def _fail_waiting(self) -> None:
-        error = EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica")
         while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command.future.set_exception(error)
-        for future in self._drains:
-            future.set_exception(error)
+            self._fail(self._commands.get() or ())
+        self._fail(self._drains)
         self._deliver([])
+
+    def _fail(self, commands: Sequence[Command[Any]]) -> None:
+        error = EngineError(f"the torch engine is not running: {self.failure or 'it was stopped'}; restart the replica")
+        for command in commands:
+            command.fail(error)

@@ -4,7 +4,6 @@ request."""
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,17 +19,8 @@ from rollout.types.weights import TensorEntry, Transport, WeightManifest
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
 
 
-@dataclass(slots=True)
-class _Parameter:
-    """One distinct tensor of the model, whatever the number of its names."""
-
-    tensor: Tensor
-    missing: int
-    """Elements that have not arrived yet."""
-
-
 class WeightLoader:
-    """A `WeightTransport` over safetensors files: fills every parameter of one model, or says which did not arrive."""
+    """Fills every parameter of one model from safetensors files, or says which did not arrive."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
@@ -51,7 +41,7 @@ class WeightLoader:
                 f"got weights by transport {manifest.transport.value}; the torch engine takes disk: set "
                 "weights.transport = 'disk'"
             )
-        parameters = {id(tensor): _Parameter(tensor, tensor.numel()) for tensor in self._state.values()}
+        missing = {id(tensor): tensor.numel() for tensor in self._state.values()}
         entries: list[TensorEntry] = []
         seen: set[str] = set()
         with boundary(EngineError, f"weights {manifest.policy.key} in {manifest.location}"):
@@ -62,16 +52,16 @@ class WeightLoader:
                 digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
                 entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), sha256=digest))
                 if not any(pattern.search(name) for pattern in self._ignored):
-                    self._fill(name, tensor, parameters)
-        self._refuse_gaps(parameters, manifest)
+                    self._fill(name, tensor, missing)
+        self._refuse_gaps(missing, manifest)
         return manifest_digest(entries)
 
-    def _fill(self, name: str, tensor: Tensor, parameters: dict[int, _Parameter]) -> None:
+    def _fill(self, name: str, tensor: Tensor, missing: dict[int, int]) -> None:
+        """Fill a parameter or its part; `missing` elements of each parameter (by identity) have not arrived yet."""
         place, key = self._place(name)
         if place.shape != tensor.shape:
             raise EngineError(f"tensor {name} has shape {tuple(tensor.shape)}; the model has {tuple(place.shape)}")
-        parameter = parameters[key]
-        if not parameter.missing:
+        if not missing[key]:
             # The second name of a tied parameter, or a name twice: harmless only when it says the same.
             if not torch.equal(place, tensor.to(place.device, place.dtype)):
                 raise EngineError(
@@ -79,12 +69,12 @@ class WeightLoader:
                     "parameters once"
                 )
             return
-        if place.numel() > parameter.missing:
+        if place.numel() > missing[key]:
             raise EngineError(
                 f"tensor {name} overlaps tensors that arrived before it; publish experts either one by one or stacked"
             )
         place.copy_(tensor)
-        parameter.missing -= place.numel()
+        missing[key] -= place.numel()
 
     def _place(self, name: str) -> tuple[Tensor, int]:
         """The (part of a) parameter that a published name fills, and the parameter's identity.
@@ -106,8 +96,8 @@ class WeightLoader:
             f"tensor {name} has no place in the model; expected names such as {', '.join(sorted(self._state)[:3])}"
         )
 
-    def _refuse_gaps(self, parameters: dict[int, _Parameter], manifest: WeightManifest) -> None:
-        gaps = sorted(name for name, tensor in self._state.items() if parameters[id(tensor)].missing)
+    def _refuse_gaps(self, missing: dict[int, int], manifest: WeightManifest) -> None:
+        gaps = sorted(name for name, tensor in self._state.items() if missing[id(tensor)])
         if gaps:
             raise EngineError(
                 f"weights {manifest.policy.key} in {manifest.location} lack {len(gaps)} of {len(self._state)} "

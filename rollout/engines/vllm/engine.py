@@ -16,26 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import VllmConfig
+from rollout.engines.serving.requests import NOTHING, check_ids, refuse_running, refuse_several
+from rollout.engines.serving.usage import Usage
 from rollout.engines.vllm.core import VllmCore
 from rollout.engines.vllm.launch import quiet_vllm
 from rollout.engines.vllm.layout import Layout, layout_of, refuse_difference
-from rollout.engines.vllm.requests import Limits, Part, aborted_chunks, check_ids, chunks_of, parts_of, scoring_params
+from rollout.engines.vllm.requests import Limits, Part, aborted_chunks, chunks_of, parts_of, scoring_params
 from rollout.engines.vllm.routing import expert_layers
 from rollout.engines.vllm.transfer import announced, check_transport
-from rollout.engines.vllm.usage import Usage
 from rollout.errors import EngineError, UserError, boundary
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import digest_directory
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.types.protocols import EngineLoad
-from rollout.types.trajectory import EngineTag, LogprobSemantics
+from rollout.types.trajectory import EngineTag
 from rollout.types.weights import ApplyReport, PolicyVersion, Transport, WeightManifest
 
 _CANARY_PRIORITY = -1
 """Lower goes first; samples have 0."""
 _PING_DEADLINE_S = 10.0
-_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class VllmEngine:
@@ -92,12 +92,11 @@ class VllmEngine:
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Sample; the chunks of a request without seeds come when its last sample has ended, with seeds those of each
         sample when it has."""
-        return self._serve(request, _NOTHING)
+        return self._serve(request, NOTHING)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         """Continue one sample; `max_new_tokens` counts `produced`."""
-        if request.num_samples != 1:
-            raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
+        refuse_several(request)
         return self._serve(request, produced)
 
     async def abort(self, request_id: str) -> None:
@@ -116,7 +115,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         core = self._running_core()
-        check_ids(token_ids, self._limits, "score")
+        check_ids("score", token_ids, self._limits.vocab_size)
         if token_ids.size >= self._limits.context_tokens:
             raise UserError(
                 f"got {token_ids.size} tokens to score; vLLM takes one less than the context of "
@@ -206,22 +205,14 @@ class VllmEngine:
 
     async def tag(self) -> EngineTag:
         """What this engine declares about itself."""
-        core, sampling = self._running_core(), self._identity.sampling
-        return EngineTag(
-            engine="vllm",
-            engine_version=core.version,
-            replica=self._identity.replica,
-            weights_dtype=self._config.dtype,
-            kv_dtype=self._config.dtype,
-            quantization=core.llm.model_config.quantization or "none",
-            logprob_semantics=LogprobSemantics.PROCESSED,
+        core = self._running_core()
+        return self._identity.tag(
+            "vllm",
+            core.version,
+            dtype=self._config.dtype,
             kv_across_versions=self._config.kv_across_versions,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
-            chat_template_digest=self._identity.chat_template_digest,
             weights_digest=self._digest,
+            quantization=core.llm.model_config.quantization or "none",
         )
 
     async def healthy(self) -> bool:
@@ -279,11 +270,7 @@ class VllmEngine:
 
     async def _serve(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
         core, name = self._running_core(), request.request_id
-        if name in self._requests:
-            raise EngineError(
-                f"request {name} is already running on replica {self._identity.replica}; ids are idempotent, use a "
-                "new one"
-            )
+        refuse_running(request, self._requests, self._identity.replica)
         parts = self._requests[name] = parts_of(request, produced, self._limits)
         self._usage.began(request.num_samples)
         pending = {asyncio.ensure_future(self._answer(core, name, part)) for part in parts}
@@ -332,6 +319,6 @@ class VllmEngine:
         request = GenerationRequest(
             request_id=key, prompt_ids=np.zeros(2, dtype=np.int32), num_samples=2, sampling=sampling, eos_ids=()
         )
-        for part in parts_of(request, _NOTHING, self._limits):
+        for part in parts_of(request, NOTHING, self._limits):
             await core.call(key, core.complete(part.prompt, part.params, part.key, priority=0))
         await self.score(request.prompt_ids)

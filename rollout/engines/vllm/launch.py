@@ -20,7 +20,6 @@ from rollout.published.digests import json_digest
 from rollout.types.engine_identity import EngineIdentity
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 EXTENSION = "rollout.engines.vllm.worker_extension.ConcordWorkerExtension"
@@ -107,6 +106,7 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "enforce_eager": config.enforce_eager,
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": not config.serve_metrics,
+        "enable_log_requests": False,
         "enable_return_routed_experts": config.return_routing or None,
     }
     if on_cpu:
@@ -146,7 +146,7 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
                 **engine_arguments(model, config, identity, on_cpu=on_cpu),
                 log_config_file=str(_log_config(scratch, log)),
             )
-            return AsyncLLM.from_engine_args(_quietly(arguments))
+            return AsyncLLM.from_engine_args(arguments)
         except (ValueError, RuntimeError, OSError, MemoryError, TimeoutError) as error:
             # The traceback holds half a client and its sockets; what happened is in the core's log, whose last error is
             # told.
@@ -195,36 +195,18 @@ def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
     return EngineError(f"vLLM did not start: {told}")
 
 
-def _quietly(arguments: "AsyncEngineArgs") -> "AsyncEngineArgs":
-    arguments.enable_log_requests = False
-    return arguments
-
-
 def _log_config(scratch: Path, log: Path) -> Path:
     path = scratch / "logging.json"
-    handlers = {
-        "core": {
-            "class": "logging.FileHandler",
-            "filename": str(log),
-            "delay": True,
-            "level": "ERROR",
-            "formatter": "plain",
-        },
-        "stderr": {"class": "logging.StreamHandler", "level": "CRITICAL", "formatter": "plain"},
+    core = {"class": "logging.FileHandler", "filename": str(log), "delay": True, "level": "ERROR", "formatter": "plain"}
+    stderr = {"class": "logging.StreamHandler", "level": "CRITICAL", "formatter": "plain"}
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+        "handlers": {"core": core, "stderr": stderr},
+        "loggers": {"vllm": {"handlers": ["core", "stderr"], "level": "ERROR", "propagate": False}},
     }
-    loggers = {"vllm": {"handlers": ["core", "stderr"], "level": "ERROR", "propagate": False}}
-    formatters = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
-    path.write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "disable_existing_loggers": False,
-                "formatters": formatters,
-                "handlers": handlers,
-                "loggers": loggers,
-            }
-        )
-    )
+    path.write_text(json.dumps(settings))
     return path
 
 

@@ -6,16 +6,17 @@ environment.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engines.serving.requests import NOTHING, check_ids, cut, tokens_left
 from rollout.engines.vllm.routing import trace_of
-from rollout.errors import EngineError, UserError
+from rollout.errors import EngineError
 from rollout.types.generation import GenerationRequest, TokenChunk
-from rollout.types.trajectory import FinishReason
+from rollout.types.trajectory import FinishReason, RoutingTrace
 from rollout.types.weights import PolicyVersion
 
 if TYPE_CHECKING:
@@ -59,14 +60,8 @@ def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Li
     from vllm.inputs.engine import tokens_input
 
     ids = np.concatenate([request.prompt_ids, produced])
-    check_ids(ids, limits, f"request {request.request_id}")
-    room = min(request.sampling.max_new_tokens - produced.size, limits.context_tokens - ids.size)
-    if room < 1:
-        raise UserError(
-            f"request {request.request_id}: {request.prompt_ids.size} prompt tokens and {produced.size} produced ones "
-            f"leave no room for a token (max_new_tokens {request.sampling.max_new_tokens}, context "
-            f"{limits.context_tokens}); shorten the prompt or raise the limits"
-        )
+    check_ids(f"request {request.request_id}", ids, limits.vocab_size)
+    room = tokens_left(request, produced.size, limits.context_tokens)
     prompt = tokens_input(ids.tolist())
     if not request.seeds:
         return [Part(request.request_id, 0, prompt, _params(request, room, request.num_samples, None))]
@@ -88,19 +83,6 @@ def scoring_params() -> "SamplingParams":
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def check_ids(ids: NDArray[np.int32], limits: Limits, what: str) -> None:
-    """Refuse ids that have no row in the embedding: vLLM's core process would die of them.
-
-    Raises:
-        UserError: there is one.
-    """
-    if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise UserError(
-            f"{what}: got token ids {ids.min()} to {ids.max()}; the model has 0 to {limits.vocab_size - 1}: use the "
-            "tokenizer that belongs to it"
-        )
 
 
 def chunks_of(
@@ -126,33 +108,26 @@ def chunks_of(
     """
     chunks: list[TokenChunk] = []
     for completion in output.outputs:
-        mine = _chunks(request_id, part.first_sample + completion.index, completion, policies, now)
-        if layers:
-            rows = len(part.prompt["prompt_token_ids"]) + len(completion.token_ids) - 1
-            mine[-1] = replace(mine[-1], routing=trace_of(completion.routed_experts, rows, layers))
-        chunks += mine
+        rows = len(part.prompt["prompt_token_ids"]) + len(completion.token_ids) - 1
+        routing = trace_of(completion.routed_experts, rows, layers) if layers else None
+        chunks += _chunks(request_id, part.first_sample + completion.index, completion, policies, now, routing)
     return chunks
 
 
 def aborted_chunks(request_id: str, part: Part, now: PolicyVersion) -> list[TokenChunk]:
     """Empty samples of a part that was aborted before it was asked."""
-    ids, logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
     samples = range(part.first_sample, part.first_sample + part.params.n)
-    return [
-        TokenChunk(
-            request_id=request_id,
-            sample_index=sample,
-            token_ids=ids,
-            logprobs=logprobs,
-            policy=now,
-            finish_reason=FinishReason.ABORT,
-        )
-        for sample in samples
-    ]
+    empty = np.zeros(0, dtype=np.float32)
+    return [chunk for i in samples for chunk in cut(request_id, i, NOTHING, empty, [(now, 0)], FinishReason.ABORT)]
 
 
 def _chunks(
-    request_id: str, sample: int, completion: "CompletionOutput", policies: Policies, now: PolicyVersion
+    request_id: str,
+    sample: int,
+    completion: "CompletionOutput",
+    policies: Policies,
+    now: PolicyVersion,
+    routing: RoutingTrace | None,
 ) -> list[TokenChunk]:
     what = f"request {request_id}, sample {sample}"
     finish = _FINISH.get(completion.finish_reason or "")
@@ -166,24 +141,15 @@ def _chunks(
         raise EngineError(
             f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected one each"
         )
-    spans = _spans(completion, token_ids.size, policies, what) or [(now, 0, 0)]
-    return [
-        TokenChunk(
-            request_id=request_id,
-            sample_index=sample,
-            token_ids=token_ids[start:end],
-            logprobs=logprobs[start:end],
-            policy=policy,
-            finish_reason=finish if end == token_ids.size else None,
-        )
-        for policy, start, end in spans
-    ]
+    starts = _starts(completion, token_ids.size, policies, what) or [(now, 0)]
+    return cut(request_id, sample, token_ids, logprobs, starts, finish, routing)
 
 
-def _spans(
+def _starts(
     completion: "CompletionOutput", num_tokens: int, policies: Policies, what: str
-) -> list[tuple[PolicyVersion, int, int]]:
-    spans: list[tuple[PolicyVersion, int, int]] = []
+) -> list[tuple[PolicyVersion, int]]:
+    """(policy, first token) of vLLM's version spans, which must cover the tokens without gap or overlap."""
+    starts: list[tuple[PolicyVersion, int]] = []
     position = 0
     for span in completion.weight_versions or ():
         policy = policies.get(span.version)
@@ -197,14 +163,14 @@ def _spans(
             raise EngineError(
                 f"{what}: version spans {completion.weight_versions} leave a gap or overlap at token {position}"
             )
-        spans.append((policy, span.start, span.end))
+        starts.append((policy, position))
         position = span.end
     if position != num_tokens:
         raise EngineError(
             f"{what}: version spans cover {position} of {num_tokens} tokens; every token must carry the policy that "
             "sampled it"
         )
-    return spans
+    return starts
 
 
 def _flat_logprobs(completion: "CompletionOutput", what: str) -> NDArray[np.float32]:

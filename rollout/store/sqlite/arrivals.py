@@ -1,16 +1,15 @@
 """Finished groups on their way in and out: which are taken, where their bytes lie, and the headers that stay in the
 tables."""
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import StoreError
-from rollout.store.sqlite.database import Row, Transaction, require
+from rollout.store.sqlite.database import Row, Transaction
 from rollout.store.sqlite.journal import EventKind
-from rollout.store.sqlite.records import compact_json, header_of_text, header_text
+from rollout.store.sqlite.records import header_of_text, header_text
 from rollout.store.sqlite.segments import Place, SegmentReader, SegmentWriter
 from rollout.types.dispatch import DispatchState
 from rollout.types.trajectory import EncodedGroup, GroupHeader
@@ -18,18 +17,16 @@ from rollout.types.trajectory import EncodedGroup, GroupHeader
 
 def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWriter, epoch: int) -> tuple[str, ...]:
     """dispatched -> ready. The bytes are on disk before the transaction that names them can commit."""
-    rows = work.rows([group.header.dispatch_id for group in groups])
     taken: dict[str, EncodedGroup] = {}
-    for group in groups:
-        header = group.header
-        row = require(rows.get(header.dispatch_id), header.dispatch_id, "put")
+    accepted: list[Row] = []
+    for group, row in zip(groups, work.require([group.header.dispatch_id for group in groups], "put"), strict=True):
         _check(group, row, epoch)
-        if row.state is not DispatchState.DISPATCHED or header.dispatch_id in taken:
-            work.event_of([header.dispatch_id], EventKind.PUT_REFUSED, state=row.state, reason=row.reason)
+        if row.state is not DispatchState.DISPATCHED or row.dispatch_id in taken:
+            work.event_of([row.dispatch_id], EventKind.PUT_REFUSED, state=row.state, reason=row.reason)
         else:
-            taken[header.dispatch_id] = group
+            taken[row.dispatch_id] = group
+            accepted.append(row)
     if taken:
-        accepted = [rows[i] for i in taken]
         places = segments.append([group.payload for group in taken.values()])
         work.connection.executemany(
             "INSERT INTO groups(sequence, header, segment, offset, num_bytes, checksum) VALUES (?, ?, ?, ?, ?, ?)",
@@ -72,17 +69,11 @@ def _check(group: EncodedGroup, row: Row, epoch: int) -> None:
 
 def payloads(work: Transaction, rows: Sequence[Row], segments: SegmentReader) -> tuple[NDArray[np.uint8], ...]:
     """The encoded groups of `rows`, in their order."""
-    sequences = compact_json([row.sequence for row in rows])
-    sql = (
-        "SELECT sequence, segment, offset, num_bytes, checksum FROM groups WHERE sequence IN (SELECT value FROM "
-        "json_each(?))"
-    )
-    places = {sequence: Place(*place) for sequence, *place in work.connection.execute(sql, (sequences,))}
-    return tuple(segments.read(places[row.sequence]) for row in rows)
+    places = work.by_sequence(rows, "SELECT sequence, segment, offset, num_bytes, checksum FROM groups")
+    return tuple(segments.read(Place(*places[row.sequence])) for row in rows)
 
 
 def headers(work: Transaction, rows: Sequence[Row]) -> list[GroupHeader]:
     """The headers of the groups of `rows`, in order of dispatch, without a look at their bytes."""
-    sequences = json.dumps([row.sequence for row in rows])
-    sql = "SELECT header FROM groups WHERE sequence IN (SELECT value FROM json_each(?)) ORDER BY sequence"
-    return [header_of_text(text) for (text,) in work.connection.execute(sql, (sequences,))]
+    texts = work.by_sequence(rows, "SELECT sequence, header FROM groups", "ORDER BY sequence")
+    return [header_of_text(text) for (text,) in texts.values()]

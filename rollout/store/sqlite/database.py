@@ -3,17 +3,18 @@ particular transition."""
 
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollout.errors import FencedError, StoreError
 from rollout.store.sqlite.journal import FILE_NAME as EVENTS_FILE
 from rollout.store.sqlite.journal import EventKind, Journal
-from rollout.store.sqlite.records import compact_json, quoted
+from rollout.store.sqlite.records import quoted
 from rollout.store.sqlite.schema import FILE_NAME, Durability, open_for_writing, store_errors
 from rollout.store.sqlite.tally import Slot, Tally, count_slots
+from rollout.types.codec import compact_json
 from rollout.types.dispatch import Counts, DispatchState
 
 
@@ -73,24 +74,38 @@ class Transaction:
         )
         self._next_number += 1
 
-    def rows(self, dispatch_ids: Sequence[str]) -> dict[str, Row]:
+    def rows(self, dispatch_ids: Iterable[str]) -> dict[str, Row]:
         """The rows of those ids that exist."""
-        sql = f"SELECT {_ROW_COLUMNS} FROM dispatches WHERE dispatch_id IN (SELECT value FROM json_each(?))"
-        return {
-            row.dispatch_id: row for row in map(_row, self.connection.execute(sql, (compact_json(list(dispatch_ids)),)))
-        }
+        return {row.dispatch_id: row for row in self._rows("dispatch_id", dispatch_ids)}
 
     def rows_in(self, *states: DispatchState) -> list[Row]:
         """All dispatches in these states, in order of dispatch."""
-        marks = ",".join("?" * len(states))
-        return list(
-            map(
-                _row,
-                self.connection.execute(
-                    f"SELECT {_ROW_COLUMNS} FROM dispatches WHERE state IN ({marks}) ORDER BY sequence", states
-                ),
-            )
-        )
+        return sorted(self._rows("state", states))
+
+    def _rows(self, column: str, values: Iterable[str]) -> Iterator[Row]:
+        return map(_row, self.among(f"SELECT {_ROW_COLUMNS} FROM dispatches", column, values))
+
+    def require(self, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
+        """The rows of these ids, in their order.
+
+        Raises:
+            StoreError: one does not exist.
+        """
+        found = self.rows(dispatch_ids)
+        for dispatch_id in dispatch_ids:
+            if dispatch_id not in found:
+                raise StoreError(f"{doing}: the store has no dispatch {dispatch_id}; record it with `dispatch` first")
+        return [found[dispatch_id] for dispatch_id in dispatch_ids]
+
+    def among(self, select: str, column: str, values: Iterable[object], order: str = "") -> sqlite3.Cursor:
+        """What `select` finds where `column` is one of `values`."""
+        sql = f"{select} WHERE {column} IN (SELECT value FROM json_each(?)) {order}"
+        return self.connection.execute(sql, (compact_json(list(values)),))
+
+    def by_sequence(self, rows: Iterable[Row], select: str, order: str = "") -> dict[int, Any]:
+        """What `select` finds for `rows`: its first column, a row's sequence, -> the others."""
+        found = self.among(select, "sequence", (row.sequence for row in rows), order)
+        return {sequence: values for sequence, *values in found}
 
     def move(self, rows: Sequence[Row], state: DispatchState) -> None:
         """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as
@@ -171,11 +186,6 @@ class Database:
         """The counts kept in memory."""
         return self._tally.counts()
 
-    def recount(self) -> Counts:
-        """The counts made anew from the tables."""
-        with store_errors(f"reading {self.path}"):
-            return Tally(count_slots(self.connection)).counts()
-
     def close(self) -> None:
         """Fold the log into the database and close everything."""
         with store_errors(f"closing {self.path}"):
@@ -209,14 +219,3 @@ def _rest(fields: dict[str, object]) -> str:
 def _row(values: tuple[int, str, str, int | None, str | None, str, int, int]) -> Row:
     sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt = values
     return Row(sequence, dispatch_id, _STATES[state], step_version, reason, prompt_id, pass_index, attempt)
-
-
-def require(row: Row | None, dispatch_id: str, doing: str) -> Row:
-    """The row, or an error that names the missing dispatch.
-
-    Raises:
-        StoreError: there is none.
-    """
-    if row is None:
-        raise StoreError(f"{doing}: the store has no dispatch {dispatch_id}; record it with `dispatch` first")
-    return row

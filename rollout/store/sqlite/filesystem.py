@@ -6,27 +6,10 @@ from pathlib import Path
 
 from rollout.errors import StoreError
 
-_KERNEL = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb2",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "lustre",
-    "ceph",
-    "glusterfs",
-    "beegfs",
-    "gpfs",
-    "orangefs",
-    "wekafs",
-    "ocfs2",
-    "gfs2",
-)
+_SHARES = ("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs")
+_CLUSTERS = ("lustre", "ceph", "glusterfs", "beegfs", "gpfs", "orangefs", "wekafs", "ocfs2", "gfs2")
 _FUSE = ("sshfs", "glusterfs", "ceph", "s3fs", "gcsfuse", "goofys", "mount-s3", "rclone", "juicefs", "blobfuse2")
-NETWORK_TYPES = frozenset(_KERNEL) | {f"fuse.{name}" for name in _FUSE}
+NETWORK_TYPES = frozenset(_SHARES + _CLUSTERS) | {f"fuse.{name}" for name in _FUSE}
 MOUNTS = Path("/proc/mounts")
 
 

@@ -13,6 +13,8 @@ import sqlite3
 from enum import StrEnum
 from pathlib import Path
 
+from rollout.store.sqlite.segments import write_all
+
 FILE_NAME = "events.jsonl"
 _log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class Journal:
             return
         data = "".join(f"{line}\n" for _, line in lines).encode()
         try:
-            _write_all(self._file, data)
+            write_all(self._file, [memoryview(data)])
         except OSError as error:
             if not self._lagging:
                 _log.warning(
@@ -108,12 +110,6 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
 
 
 def _last_whole_line(file: int) -> tuple[int, int]:

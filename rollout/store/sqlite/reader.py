@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.store.sqlite.records import DISPATCH_COLUMNS, compact_json, dispatch_of
+from rollout.store.sqlite.records import DISPATCH_COLUMNS, LEDGER, dispatch_of, ledger_entry
 from rollout.store.sqlite.schema import FILE_NAME, open_for_reading, store_errors
 from rollout.store.sqlite.segments import DIRECTORY, Place, SegmentReader
 from rollout.store.sqlite.tally import Tally, count_slots
-from rollout.types.codec import decode
+from rollout.types.codec import compact_json, decode
 from rollout.types.dispatch import Counts, Dispatch, DispatchState, LedgerEntry, StepCommit
 from rollout.types.trajectory import Annotation, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
@@ -104,27 +104,22 @@ class StoreReader:
 
     def ledger(self) -> tuple[LedgerEntry, ...]:
         """The committed versions of the lineage, in order."""
-        rows = self._all("SELECT epoch, version, digest FROM ledger WHERE lineage ORDER BY version, epoch")
-        return tuple(
-            LedgerEntry(policy=PolicyVersion(epoch, version), digest=digest) for epoch, version, digest in rows
-        )
+        return tuple(ledger_entry(*row) for row in self._all(LEDGER))
 
     def commits(self) -> tuple[StepCommit, ...]:
         """The commit records of the lineage, in order: what was trained, and in which step."""
-        rows = self._all(
-            "SELECT epoch, version, dispatch_ids, digest, trained, masked, dropped FROM commits WHERE lineage ORDER BY "
-            "version"
-        )
+        columns = "epoch, version, dispatch_ids, trained, masked, dropped"
         return tuple(
             StepCommit(
                 policy=PolicyVersion(epoch, version),
                 dispatch_ids=tuple(json.loads(dispatch_ids)),
-                digest=digest,
                 trajectories_trained=trained,
                 trajectories_masked=masked,
                 trajectories_dropped=dropped,
             )
-            for epoch, version, dispatch_ids, digest, trained, masked, dropped in rows
+            for epoch, version, dispatch_ids, trained, masked, dropped in self._all(
+                f"SELECT {columns} FROM commits WHERE lineage ORDER BY version"
+            )
         )
 
     def close(self) -> None:

@@ -2,15 +2,22 @@
 here touches a file."""
 
 import json
+from dataclasses import fields
 from json.encoder import encode_basestring
+from operator import attrgetter
 from typing import Any
 
-from rollout.types.dispatch import Dispatch
+from rollout.types.codec import compact_json
+from rollout.types.dispatch import Dispatch, LedgerEntry
 from rollout.types.prompts import Message, Prompt
 from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader
 from rollout.types.weights import PolicyVersion
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+LEDGER = "SELECT epoch, version, digest FROM ledger WHERE lineage ORDER BY version, epoch"
+"""The committed versions of the lineage, in order."""
+_PROMPT = tuple(field.name for field in fields(Prompt))
+_HEADER = ("dispatch_id", "prompt_id", "pass_index", "replica", "generation_s", "reward_s", "num_bytes")
+_header_values = attrgetter(*_HEADER)
 DISPATCH_COLUMNS = "dispatch_id, prompt, group_size, attempt, epoch, version, replica, created_at_s"
 
 
@@ -18,36 +25,18 @@ quoted = encode_basestring
 """A string as JSON."""
 
 
-def compact_json(value: object) -> str:
-    """JSON without spaces, keys in the order given."""
-    return _ENCODER.encode(value)
-
-
 def prompt_text(prompt: Prompt) -> str:
     """The text that `prompt_of` reads."""
-    return compact_json(
-        {
-            "prompt_id": prompt.prompt_id,
-            "pass_index": prompt.pass_index,
-            "text": prompt.text,
-            "messages": [(message.role, message.content) for message in prompt.messages],
-            "answer": prompt.answer,
-            "metadata": prompt.metadata,
-        }
-    )
+    messages = [(message.role, message.content) for message in prompt.messages]
+    return compact_json({name: messages if name == "messages" else getattr(prompt, name) for name in _PROMPT})
 
 
 def prompt_of(text: str) -> Prompt:
     """The prompt that `prompt_text` wrote."""
-    fields: dict[str, Any] = json.loads(text)
-    return Prompt(
-        prompt_id=fields["prompt_id"],
-        pass_index=fields["pass_index"],
-        text=fields["text"],
-        messages=tuple(Message(role=role, content=content) for role, content in fields["messages"]),
-        answer=fields["answer"],
-        metadata=tuple((name, value) for name, value in fields["metadata"]),
-    )
+    stored: dict[str, Any] = json.loads(text)
+    stored["messages"] = tuple(Message(role=role, content=content) for role, content in stored["messages"])
+    stored["metadata"] = tuple((name, value) for name, value in stored["metadata"])
+    return Prompt(**stored)
 
 
 def header_text(header: GroupHeader) -> str:
@@ -63,43 +52,37 @@ def header_text(header: GroupHeader) -> str:
         )
         for t in header.trajectories
     ]
-    return compact_json(
-        (
-            header.dispatch_id,
-            header.prompt_id,
-            header.pass_index,
-            header.replica,
-            header.generation_s,
-            header.reward_s,
-            header.num_bytes,
-            rows,
-        )
-    )
+    return compact_json((*_header_values(header), rows))
 
 
 def header_of_text(text: str) -> GroupHeader:
     """The header that `header_text` wrote."""
-    dispatch_id, prompt_id, pass_index, replica, generation_s, reward_s, num_bytes, rows = json.loads(text)
-    return GroupHeader(
-        dispatch_id=dispatch_id,
-        prompt_id=prompt_id,
-        pass_index=pass_index,
-        replica=replica,
-        trajectories=tuple(
-            TrajectoryHeader(
-                trajectory_id=trajectory_id,
-                num_tokens=num_tokens,
-                num_sampled=num_sampled,
-                tokens_by_policy=tuple((PolicyVersion(epoch, version), count) for epoch, version, count in tokens),
-                reward=reward,
-                finish_reason=FinishReason(finish_reason),
-            )
-            for trajectory_id, num_tokens, num_sampled, tokens, reward, finish_reason in rows
-        ),
-        generation_s=generation_s,
-        reward_s=reward_s,
-        num_bytes=num_bytes,
+    *values, rows = json.loads(text)
+    stored: dict[str, Any] = dict(zip(_HEADER, values, strict=True))
+    return GroupHeader(**stored, trajectories=tuple(_trajectory_header(*row) for row in rows))
+
+
+def _trajectory_header(
+    trajectory_id: str,
+    num_tokens: int,
+    num_sampled: int,
+    tokens: list[tuple[int, int, int]],
+    reward: float,
+    finish: str,
+) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        trajectory_id=trajectory_id,
+        num_tokens=num_tokens,
+        num_sampled=num_sampled,
+        tokens_by_policy=tuple((PolicyVersion(epoch, version), count) for epoch, version, count in tokens),
+        reward=reward,
+        finish_reason=FinishReason(finish),
     )
+
+
+def ledger_entry(epoch: int, version: int, digest: str) -> LedgerEntry:
+    """The entry of a row of `LEDGER`."""
+    return LedgerEntry(policy=PolicyVersion(epoch, version), digest=digest)
 
 
 def dispatch_columns(dispatch: Dispatch) -> tuple[object, ...]:

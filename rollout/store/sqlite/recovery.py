@@ -12,20 +12,16 @@ from rollout.errors import FencedError, StoreError
 from rollout.store.sqlite.arrivals import headers
 from rollout.store.sqlite.database import Database, Transaction
 from rollout.store.sqlite.journal import EventKind
-from rollout.store.sqlite.records import prompt_of
+from rollout.store.sqlite.records import LEDGER, ledger_entry, prompt_of
 from rollout.store.sqlite.transitions import VERDICT, end, read_cursor, readmit, settle
-from rollout.types.dispatch import DispatchState, Ending, FailReason, LedgerEntry, Readmission, RejectReason, Totals
+from rollout.types.dispatch import DispatchState, Ending, FailReason, Readmission, RejectReason, Totals
 from rollout.types.protocols import Recovery
 from rollout.types.trajectory import GroupHeader
 from rollout.types.weights import PolicyVersion
 
 
 def recover(database: Database, checkpoint: PolicyVersion | None) -> Recovery:
-    """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first checkpoint.
-
-    Raises:
-        StoreError: the checkpoint is not in the lineage of this store.
-    """
+    """See `Store.recover`."""
     version = 0 if checkpoint is None else checkpoint.version
     database.adopt()
     with database.transaction(f"recover at version {version}") as work:
@@ -38,7 +34,8 @@ def recover(database: Database, checkpoint: PolicyVersion | None) -> Recovery:
         _drop_versions(work, version)
         _end_lost(work)
         ready = _end_orphans(work, _limits(work))
-        readmissions, ledger, cursor, totals = _queue(work), read_ledger(work), read_cursor(work), _totals(work)
+        ledger = tuple(ledger_entry(*row) for row in work.connection.execute(LEDGER))
+        readmissions, cursor, totals = _queue(work), read_cursor(work), _totals(work)
     database.adopt()
     counts = database.counts()
     return Recovery(
@@ -168,12 +165,6 @@ def _queue(work: Transaction) -> tuple[Readmission, ...]:
     return tuple(
         Readmission(prompt=prompt_of(prompt), attempt=attempt) for prompt, attempt in work.connection.execute(sql)
     )
-
-
-def read_ledger(work: Transaction) -> tuple[LedgerEntry, ...]:
-    """The committed versions of the lineage, in order."""
-    rows = work.connection.execute("SELECT epoch, version, digest FROM ledger WHERE lineage ORDER BY version, epoch")
-    return tuple(LedgerEntry(policy=PolicyVersion(epoch, version), digest=digest) for epoch, version, digest in rows)
 
 
 def _totals(work: Transaction) -> Totals:

@@ -32,6 +32,7 @@ CREATE TABLE groups(
 CREATE TABLE readmissions(sequence INTEGER PRIMARY KEY REFERENCES dispatches, prompt_id TEXT NOT NULL,
     pass_index INTEGER NOT NULL, attempt INTEGER NOT NULL);
 CREATE INDEX readmissions_by_prompt ON readmissions(prompt_id, pass_index);
+-- commits.digest is always empty; it stands so that every store of this schema has the same columns.
 CREATE TABLE commits(
     epoch INTEGER NOT NULL, version INTEGER NOT NULL, dispatch_ids TEXT NOT NULL, digest TEXT NOT NULL,
     trained INTEGER NOT NULL, masked INTEGER NOT NULL, dropped INTEGER NOT NULL,

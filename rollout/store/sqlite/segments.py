@@ -71,7 +71,7 @@ class SegmentWriter:
             padding = -payload.size % _ALIGNMENT
             buffers += [np.ascontiguousarray(payload).data, memoryview(bytes(padding))]
             self._end += payload.size + padding
-        _write_all(self._file, buffers)
+        write_all(self._file, buffers)
         if self._sync:
             os.fdatasync(self._file)
         return places
@@ -155,7 +155,7 @@ class SegmentReader:
         return self._files[segment]
 
 
-def _write_all(file: int, buffers: list[memoryview]) -> None:
+def write_all(file: int, buffers: list[memoryview]) -> None:
     """Gathering writes until every byte is out; the system may take fewer than it is given."""
     at = 0
     while at < len(buffers):

@@ -1,5 +1,5 @@
-"""The store of a run: `rollout.types.protocols.Store` over one run directory. It lives alone in its process; the work
-is synchronous and short."""
+"""The store of a run: what answers `rollout.types.protocols.Store`, over one run directory. It lives alone in its
+process; the work is synchronous and short."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from rollout.types.weights import PolicyVersion
 
 
 class SqliteStore:
-    """The authority on what was dispatched, finished and trained, in `run_dir/store.sqlite` and `run_dir/tokens/`.
+    """Answers the calls of `Store`, from `run_dir/store.sqlite` and `run_dir/tokens/`.
 
     Args:
         run_dir: an existing directory on a local disk.
@@ -38,23 +38,15 @@ class SqliteStore:
         self._writer = SegmentWriter(run_dir / DIRECTORY, durability, segment_bytes)
         self._reader = SegmentReader(run_dir / DIRECTORY)
 
-    async def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
-        """Open a new epoch at `checkpoint`; None is version 0: a new run, or one that ended before its first
-        checkpoint.
-
-        A prompt that was lost or rejected here comes again under its old attempt number: that did not count.
-
-        Raises:
-            StoreError: the checkpoint is not in the lineage of this store.
-        """
+    def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
         return recovery.recover(self._database, checkpoint)
 
-    async def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
+    def dispatch(self, trainer_epoch: int, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> Counts:
         with self._database.transaction("dispatch", trainer_epoch) as work:
             transitions.record_dispatches(work, dispatches, cursor)
         return self._database.counts()
 
-    async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
+    def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         try:
             with self._database.transaction("put") as work:
                 taken = arrivals.put(work, groups, self._writer, self._database.epoch)
@@ -63,16 +55,16 @@ class SqliteStore:
             self._writer.take_back()
         return taken
 
-    async def annotate(self, annotations: Sequence[Annotation]) -> None:
+    def annotate(self, annotations: Sequence[Annotation]) -> None:
         with self._database.transaction("annotate") as work:
             transitions.annotate(work, annotations)
 
-    async def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
+    def fetch(self, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("fetch") as work:
             rows = transitions.with_groups(work, dispatch_ids)
             return replace(self._groups(work, rows), prompts=transitions.prompts(work, rows))
 
-    async def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
+    def lease(self, trainer_epoch: int, dispatch_ids: Sequence[str]) -> StoredGroups:
         with self._database.transaction("lease", trainer_epoch) as work:
             return self._groups(work, transitions.lease(work, dispatch_ids))
 
@@ -83,49 +75,28 @@ class SqliteStore:
             verdicts=transitions.verdicts(work, rows),
         )
 
-    async def acknowledge(self, commit: StepCommit) -> Counts:
-        """Write the commit record of a step. The same record twice is accepted once.
-
-        Raises:
-            StoreError: another record of this step is stored, the step is not newer than the newest, or a group is not
-                leased.
-        """
+    def acknowledge(self, commit: StepCommit) -> Counts:
         with self._database.transaction("acknowledge", commit.policy.trainer_epoch) as work:
             transitions.acknowledge(work, commit)
         return self._database.counts()
 
-    async def settle(self, checkpoint: PolicyVersion) -> Counts:
-        """A checkpoint holds steps up to this version: their groups are terminal. The one that this epoch resumed from
-        is accepted again.
-
-        Raises:
-            FencedError: the checkpoint is of an older epoch and not in the lineage.
-        """
+    def settle(self, checkpoint: PolicyVersion) -> Counts:
         with self._database.transaction("settle") as work:
             recovery.refuse_foreign_checkpoint(work, checkpoint, self._database.epoch)
             transitions.settle(work, checkpoint.version)
         return self._database.counts()
 
-    async def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
-        """End dispatches that were not trained.
-
-        A re-admitted prompt's attempt goes up by one after a failure of its own; rejections do not count.
-        """
+    def reject(self, trainer_epoch: int, endings: Sequence[Ending]) -> Readmitted:
         with self._database.transaction("reject", trainer_epoch) as work:
             readmissions = transitions.end(work, endings)
         return Readmitted(counts=self._database.counts(), readmissions=tuple(readmissions))
 
-    async def commit_version(self, entry: LedgerEntry) -> Counts:
+    def commit_version(self, entry: LedgerEntry) -> Counts:
         with self._database.transaction("commit version", entry.policy.trainer_epoch) as work:
             transitions.commit_version(work, entry)
         return self._database.counts()
 
-    async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
-        """Add a run event to the numbered log.
-
-        Raises:
-            StoreError: a field has a name that every event has of its own.
-        """
+    def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
         reserved = sorted(RESERVED_FIELDS & fields.keys())
         if reserved:
             raise StoreError(
@@ -134,10 +105,10 @@ class SqliteStore:
         with self._database.transaction("record event") as work:
             work.event(kind, **fields)
 
-    async def counts(self) -> Counts:
+    def counts(self) -> Counts:
         return self._database.counts()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._writer.close()
         self._reader.close()
         self._database.close()

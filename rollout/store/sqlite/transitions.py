@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rollout.errors import StoreError
-from rollout.store.sqlite.database import Row, Transaction, require
+from rollout.store.sqlite.database import Row, Transaction
 from rollout.store.sqlite.journal import EventKind
-from rollout.store.sqlite.records import DISPATCH_COLUMNS, compact_json, dispatch_columns, prompt_of
+from rollout.store.sqlite.records import DISPATCH_COLUMNS, dispatch_columns, prompt_of
 from rollout.store.sqlite.tally import Slot
+from rollout.types.codec import compact_json
 from rollout.types.dispatch import Dispatch, DispatchState, Ending, FailReason, LedgerEntry, Readmission, StepCommit
 from rollout.types.prompts import Prompt, PromptCursor
 from rollout.types.trajectory import Annotation
@@ -22,6 +23,8 @@ from rollout.types.weights import PolicyVersion
 
 VERDICT = "verdict"
 """The kind of annotation that moves a ready group to audited."""
+_WAITING = (DispatchState.READY, DispatchState.AUDITED)
+"""Can be leased."""
 
 
 def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> None:
@@ -78,11 +81,11 @@ def read_cursor(work: Transaction) -> PromptCursor:
 
 def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
     """Keep typed bytes with groups; a verdict moves a ready group to audited, and one in another state nowhere."""
-    rows = work.rows([annotation.dispatch_id for annotation in annotations])
+    rows = work.require([annotation.dispatch_id for annotation in annotations], "annotate")
+    with_group = work.by_sequence(rows, "SELECT sequence FROM groups")
     audited: dict[str, Row] = {}
-    for annotation in annotations:
-        row = require(rows.get(annotation.dispatch_id), annotation.dispatch_id, "annotate")
-        if not work.connection.execute("SELECT 1 FROM groups WHERE sequence = ?", (row.sequence,)).fetchone():
+    for annotation, row in zip(annotations, rows, strict=True):
+        if row.sequence not in with_group:
             raise StoreError(
                 f"annotate: dispatch {row.dispatch_id} is {row.state} and has no group yet; annotate groups after `put`"
             )
@@ -98,39 +101,28 @@ def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
 def with_groups(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     """The rows of those of `dispatch_ids` that have a group and have not ended, in the order asked."""
     found = work.rows(dispatch_ids)
-    held = (DispatchState.READY, DispatchState.AUDITED, DispatchState.LEASED)
+    held = (*_WAITING, DispatchState.LEASED)
     return [row for i in dispatch_ids if (row := found.get(i)) is not None and row.state in held]
 
 
 def prompts(work: Transaction, rows: Sequence[Row]) -> tuple[Prompt, ...]:
     """What each row was asked."""
-    sequences = compact_json([row.sequence for row in rows])
-    sql = "SELECT sequence, prompt FROM dispatches WHERE sequence IN (SELECT value FROM json_each(?))"
-    texts: dict[int, str] = dict(work.connection.execute(sql, (sequences,)))
-    return tuple(prompt_of(texts[row.sequence]) for row in rows)
+    texts = work.by_sequence(rows, "SELECT sequence, prompt FROM dispatches")
+    return tuple(prompt_of(*texts[row.sequence]) for row in rows)
 
 
 def verdicts(work: Transaction, rows: Sequence[Row]) -> tuple[bytes, ...]:
     """The newest verdict annotation of each row, empty where there is none."""
-    sequences = compact_json([row.sequence for row in rows])
-    sql = (
-        "SELECT sequence, payload FROM annotations WHERE kind = ? AND sequence IN (SELECT value FROM json_each(?)) "
-        "ORDER BY number"
-    )
-    newest: dict[int, bytes] = dict(work.connection.execute(sql, (VERDICT, sequences)))
-    return tuple(newest.get(row.sequence, b"") for row in rows)
+    select, order = "SELECT sequence, payload FROM annotations", f"AND kind = '{VERDICT}' ORDER BY number"
+    newest = work.by_sequence(rows, select, order)
+    return tuple(newest[row.sequence][0] if row.sequence in newest else b"" for row in rows)
 
 
 def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     """ready or audited -> leased, all or none; the rows in the order asked."""
-    found = work.rows(dispatch_ids)
-    rows = [require(found.get(i), i, "lease") for i in dispatch_ids]
-    wrong = [
-        f"{row.dispatch_id} ({row.state})"
-        for row in rows
-        if row.state not in (DispatchState.READY, DispatchState.AUDITED)
-    ]
-    wrong += [f"{i} (asked {n} times)" for i, n in Counter(dispatch_ids).items() if n > 1]
+    rows = work.require(dispatch_ids, "lease")
+    wrong = [f"{row.dispatch_id} ({row.state})" for row in rows if row.state not in _WAITING]
+    wrong += _repeated(dispatch_ids, "asked")
     if wrong:
         raise StoreError(
             f"lease: {', '.join(wrong)} cannot be leased; expected ready or audited groups, each once. None of the "
@@ -141,18 +133,21 @@ def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
     return rows
 
 
+def _repeated(dispatch_ids: Sequence[str], how: str) -> list[str]:
+    return [f"{i} ({how} {n} times)" for i, n in Counter(dispatch_ids).items() if n > 1]
+
+
 def acknowledge(work: Transaction, commit: StepCommit) -> None:
     """Write the commit record of a step; the groups that it names are trained, and held until a checkpoint."""
     epoch, version = _pair(commit.policy)
-    record = (
-        compact_json(commit.dispatch_ids),
-        commit.digest,
-        commit.trajectories_trained,
-        commit.trajectories_masked,
-        commit.trajectories_dropped,
-    )
+    totals = {
+        "trained": commit.trajectories_trained,
+        "masked": commit.trajectories_masked,
+        "dropped": commit.trajectories_dropped,
+    }
+    record = (compact_json(commit.dispatch_ids), *totals.values())
     doing = f"acknowledge step {commit.policy.key}"
-    sql = "SELECT dispatch_ids, digest, trained, masked, dropped FROM commits WHERE epoch = ? AND version = ?"
+    sql = "SELECT dispatch_ids, trained, masked, dropped FROM commits WHERE epoch = ? AND version = ?"
     stored = work.connection.execute(sql, (epoch, version)).fetchone()
     if stored == record:
         return
@@ -164,40 +159,25 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
     if version <= newest:
         raise StoreError(f"{doing}: step {newest} is already committed; expected a newer step")
     rows = _leased_rows(work, commit.dispatch_ids, doing)
-    sql = (
-        "INSERT INTO commits(epoch, version, dispatch_ids, digest, trained, masked, dropped) VALUES (?, ?, ?, ?, ?, "
-        "?, ?)"
-    )
-    work.connection.execute(sql, (epoch, version, *record))
+    columns = "epoch, version, dispatch_ids, trained, masked, dropped, digest"
+    work.connection.execute(f"INSERT INTO commits({columns}) VALUES (?, ?, ?, ?, ?, ?, '')", (epoch, version, *record))
     work.connection.executemany(
         "UPDATE dispatches SET step_epoch = ?, step_version = ? WHERE sequence = ?",
         [(epoch, version, row.sequence) for row in rows],
     )
-    totals = {
-        "trained": commit.trajectories_trained,
-        "masked": commit.trajectories_masked,
-        "dropped": commit.trajectories_dropped,
-    }
-    work.event(
-        EventKind.STEP_COMMITTED,
-        policy=commit.policy.key,
-        dispatch_ids=commit.dispatch_ids,
-        digest=commit.digest,
-        **totals,
-    )
+    work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, **totals)
     work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
     work.moves += [(row.slot, Slot(DispatchState.LEASED, version)) for row in rows]
 
 
 def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
-    found = work.rows(dispatch_ids)
-    rows = [require(found.get(i), i, doing) for i in dispatch_ids]
+    rows = work.require(dispatch_ids, doing)
     wrong = [
         f"{row.dispatch_id} ({'trained' if row.trained else row.state})"
         for row in rows
         if row.slot != Slot(DispatchState.LEASED)
     ]
-    wrong += [f"{i} (named {n} times)" for i, n in Counter(dispatch_ids).items() if n > 1]
+    wrong += _repeated(dispatch_ids, "named")
     if wrong:
         raise StoreError(
             f"{doing}: {', '.join(wrong)}; expected leased groups that no step has trained, each once. Nothing was "
@@ -220,10 +200,10 @@ def settle(work: Transaction, version: int) -> None:
 
 def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
     """End dispatches that were not trained; those that have ended (or were trained) are left out with an event."""
-    found = work.rows([ending.dispatch_id for ending in endings])
+    found = {row.dispatch_id: row for row in work.require([ending.dispatch_id for ending in endings], "reject")}
     readmissions: list[Readmission] = []
     for ending in endings:
-        row = require(found.get(ending.dispatch_id), ending.dispatch_id, "reject")
+        row = found[ending.dispatch_id]
         if row.trained or row.reason is not None:
             work.event_of(
                 [row.dispatch_id],
@@ -253,8 +233,7 @@ def readmit(work: Transaction, row: Row, attempt: int) -> Readmission:
         "INSERT INTO readmissions(sequence, prompt_id, pass_index, attempt) VALUES (?, ?, ?, ?)",
         (row.sequence, row.prompt_id, row.pass_index, attempt),
     )
-    prompt = work.connection.execute("SELECT prompt FROM dispatches WHERE sequence = ?", (row.sequence,)).fetchone()[0]
-    return Readmission(prompt=prompt_of(prompt), attempt=attempt)
+    return Readmission(prompt=prompts(work, [row])[0], attempt=attempt)
 
 
 def commit_version(work: Transaction, entry: LedgerEntry) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from support.in_process_store import in_process
 
 from actors.ports import EnginePort, Started, Updated
 from orchestrator.config import RunConfig
@@ -30,9 +31,10 @@ from rollout.store.sqlite.store import SqliteStore
 from rollout.tokenization.agreement import TokenizerIdentity, identify
 from rollout.tokenization.tokenizer import Tokenizer, load_tokenizer
 from rollout.types.dispatch import Dispatch
+from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.types.prompts import Prompt
-from rollout.types.protocols import Engine, EngineLoad
+from rollout.types.protocols import Engine, EngineLoad, Store
 from rollout.types.trajectory import EngineTag, Reward, Trajectory
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.checkpointing.checkpoints import CheckpointState
@@ -190,7 +192,7 @@ class LocalWorkerPort:
 
 
 class LocalTrainer:
-    def __init__(self, trainer: TrainerRank, store: SqliteStore, run_dir: Path) -> None:
+    def __init__(self, trainer: TrainerRank, store: Store, run_dir: Path) -> None:
         self.trainer = trainer
         self._store = store
         self._run_dir = run_dir
@@ -233,7 +235,7 @@ class LocalTrainer:
 class LocalAuditor:
     """The service in this process, over the same store."""
 
-    def __init__(self, auditor: Auditor, store: SqliteStore) -> None:
+    def __init__(self, auditor: Auditor, store: Store) -> None:
         self.auditor = auditor
         self._store = store
         self.dead = False
@@ -287,7 +289,7 @@ class LocalFleet:
         wrap_engine: EngineWrapper | None = None,
     ) -> None:
         self._config = config
-        self.store = SqliteStore(run_dir, config.store.durability)
+        self.store = in_process(SqliteStore(run_dir, config.store.durability))
         self.trainer = LocalTrainer(trainer, self.store, run_dir)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer_dir)
         self.engine_tokenizer_dir = tokenizer_dir
@@ -307,12 +309,14 @@ class LocalFleet:
         config, tokenizer = self._config, load_tokenizer(self.engine_tokenizer_dir)
         engine = build_engine(
             planted_engine_config(config.engine, config.faults, slot),
-            replica=slot,
-            seed=config.run.seed,
-            deterministic=config.run.deterministic,
-            sampling=config.sampling,
-            tokenizer_fingerprint=tokenizer.fingerprint(),
-            chat_template_digest=tokenizer.chat_template_digest(),
+            EngineIdentity(
+                replica=slot,
+                seed=config.run.seed,
+                deterministic=config.run.deterministic,
+                sampling=config.sampling,
+                tokenizer_fingerprint=tokenizer.fingerprint(),
+                chat_template_digest=tokenizer.chat_template_digest(),
+            ),
         )
         engine = plant_engine(engine, config.faults, slot, scratch=self._run_dir / "faults", tokenizer=tokenizer)
         self.engines[slot] = LocalEnginePort(self._wrap(engine, slot) if self._wrap else engine, identify(tokenizer))

@@ -20,6 +20,7 @@ from rollout.rewards.registry import build_reward
 from rollout.store.sqlite.reader import open_reader
 from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.types.dispatch import Dispatch
+from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import PauseMode, SamplingParams
 from rollout.types.prompts import Prompt, PromptCursor
 from rollout.types.trajectory import Reward, Trajectory, TrajectoryGroup
@@ -105,7 +106,7 @@ def synchronous(config: RunConfig, tmp_path: Path) -> tuple[str, list[list[int]]
         manifest = trainer.publish(PolicyVersion(1, 0), tmp_path / "plain-0")
         assert manifest is not None
         engine = build_engine(
-            config.engine, replica=0, seed=config.run.seed, deterministic=True, sampling=config.sampling
+            config.engine, EngineIdentity(replica=0, seed=config.run.seed, deterministic=True, sampling=config.sampling)
         )
         tag, cursor = await engine.start(manifest), PromptCursor()
         for step in range(1, STEPS + 1):

@@ -105,6 +105,23 @@ def test_a_drain_returns_when_running_requests_have_ended(models: tuple[Path, Pa
     with_engine(models[0], scenario)
 
 
+def test_a_pause_that_is_given_up_leaves_an_engine_that_goes_on(models: tuple[Path, Path]):
+    async def scenario(engine: TorchEngine) -> None:
+        running = asyncio.create_task(collect(engine.generate(request_of("a", PROMPT, sampling=ENDLESS))))
+        await asyncio.sleep(0)  # let the task submit
+        pause = asyncio.create_task(engine.pause(PauseMode.DRAIN))
+        await engine.score(np.array(PROMPT, dtype=np.int32))
+        pause.cancel()
+        await asyncio.wait({pause})
+        await engine.abort("a")
+        await running
+        await engine.resume()
+        assert [chunk.finish_reason for chunk in await collect(engine.generate(request_of("b", PROMPT)))]
+        assert await engine.healthy()
+
+    with_engine(models[0], scenario)
+
+
 def test_an_id_that_runs_is_refused_and_free_again_when_it_has_ended(models: tuple[Path, Path]):
     async def scenario(engine: TorchEngine) -> None:
         first = asyncio.create_task(collect(engine.generate(request_of("a", PROMPT, sampling=ENDLESS))))

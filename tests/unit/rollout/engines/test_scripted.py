@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.manual_clock import ManualClock
 
 from rollout.config import SamplingConfig, ScriptedConfig
 from rollout.engines.registry import build_engine
-from rollout.engines.scripted.clock import ManualClock
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
 from rollout.engines.scripted.engine import ScriptedEngine
 from rollout.errors import EngineError, UserError
@@ -332,11 +332,12 @@ def test_a_prompt_without_room_is_a_users_error():
 
 
 def test_choosing_the_scripted_engine_imports_no_torch_and_no_engine_library():
-    engine = build_engine(ScriptedConfig(), replica=0, seed=0, deterministic=False, sampling=SamplingConfig())
+    engine = build_engine(ScriptedConfig(), identity())
     assert isinstance(engine, ScriptedEngine)
     code = (
-        "import sys; from rollout.config import *; from rollout.engines.registry import build_engine;"
-        "build_engine(ScriptedConfig(), replica=0, seed=0, deterministic=False, sampling=SamplingConfig());"
+        "import sys; from rollout.config import *; from rollout.engines.registry import *;"
+        "identity = EngineIdentity(replica=0, seed=0, deterministic=False, sampling=SamplingConfig());"
+        "build_engine(ScriptedConfig(), identity);"
         "sys.exit(bool({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

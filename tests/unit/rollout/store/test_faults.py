@@ -1,13 +1,13 @@
 """A full disk, a read-only directory, a network file system, a kill: a clear error, and nothing that was acknowledged
 is lost."""
 
-import asyncio
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,11 @@ def numbers(run_dir: Path) -> list[int]:
     return [json.loads(line)["number"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-async def opened(run_dir: Path, dispatched: int) -> tuple[SqliteStore, list[Dispatch]]:
+def opened(run_dir: Path, dispatched: int) -> tuple[SqliteStore, list[Dispatch]]:
     store = SqliteStore(run_dir)
-    await store.recover(None)
+    store.recover(None)
     dispatches = [build_dispatch(number) for number in range(dispatched)]
-    await store.dispatch(1, dispatches, PromptCursor(index=dispatched))
+    store.dispatch(1, dispatches, PromptCursor(index=dispatched))
     return store, dispatches
 
 
@@ -86,42 +86,37 @@ def test_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_database_refuses_and_changes_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store, dispatches = await opened(tmp_path, 1)
-        connection = store._database.connection
-        pages = connection.execute("PRAGMA page_count").fetchone()[0]
-        connection.execute(f"PRAGMA max_page_count = {pages}")
-        before = await store.counts()
-        many = [build_dispatch(number) for number in range(1, 2000)]
-        with pytest.raises(StoreError, match="the disk is full: free some space"):
-            await store.dispatch(1, many, PromptCursor(index=2000))
-        assert await store.counts() == before == store._database.recount()
-        connection.execute("PRAGMA max_page_count = 100000")
-        assert (await store.dispatch(1, many, PromptCursor(index=2000))).total == 2000
-        assert await store.put(groups(dispatches)) == ("d-0",)
-        assert numbers(tmp_path) == list(range(1, len(numbers(tmp_path)) + 1))
-
-    asyncio.run(scenario())
+    store, dispatches = opened(tmp_path, 1)
+    connection = store._database.connection
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    before = store.counts()
+    many = [build_dispatch(number) for number in range(1, 2000)]
+    with pytest.raises(StoreError, match="the disk is full: free some space"):
+        store.dispatch(1, many, PromptCursor(index=2000))
+    with closing(open_reader(tmp_path)) as reader:
+        assert store.counts() == before == reader.counts()
+    connection.execute("PRAGMA max_page_count = 100000")
+    assert store.dispatch(1, many, PromptCursor(index=2000)).total == 2000
+    assert store.put(groups(dispatches)) == ("d-0",)
+    assert numbers(tmp_path) == list(range(1, len(numbers(tmp_path)) + 1))
 
 
 def test_a_full_disk_below_the_segments_refuses_the_whole_put(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store, dispatches = await opened(tmp_path, 3)
-        await store.put(groups(dispatches[:1]))
-        large = groups(dispatches[1:], num_tokens=400_000)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 1024 * 1024, hard))
-        try:
-            with pytest.raises(StoreError, match="see to the disk's space"):
-                await store.put(large)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (await store.counts()).ready == 1
-        assert await store.put(large) == ("d-1", "d-2")
-        leased = await store.lease(1, ["d-0", "d-1", "d-2"])
-        assert [decode(payload).dispatch_id for payload in leased.payloads] == ["d-0", "d-1", "d-2"]
-
-    asyncio.run(scenario())
+    store, dispatches = opened(tmp_path, 3)
+    store.put(groups(dispatches[:1]))
+    large = groups(dispatches[1:], num_tokens=400_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 1024 * 1024, hard))
+    try:
+        with pytest.raises(StoreError, match="see to the disk's space"):
+            store.put(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.counts().ready == 1
+    assert store.put(large) == ("d-1", "d-2")
+    leased = store.lease(1, ["d-0", "d-1", "d-2"])
+    assert [decode(payload).dispatch_id for payload in leased.payloads] == ["d-0", "d-1", "d-2"]
 
 
 def test_an_export_that_cannot_be_written_lags_and_loses_nothing(
@@ -130,24 +125,21 @@ def test_an_export_that_cannot_be_written_lags_and_loses_nothing(
     export = tmp_path / "events.jsonl"
     export.symlink_to("/dev/full")
 
-    async def scenario() -> None:
-        store, dispatches = await opened(tmp_path, 2)
-        assert await store.put(groups(dispatches)) == ("d-0", "d-1")
-        assert "lags behind the store" in caplog.text
-        await store.close()
-        export.unlink()
-        store = SqliteStore(tmp_path)
-        assert numbers(tmp_path) == [1, 2, 3, 4, 5]
-        assert (await store.counts()).ready == 2
-
-    asyncio.run(scenario())
+    store, dispatches = opened(tmp_path, 2)
+    assert store.put(groups(dispatches)) == ("d-0", "d-1")
+    assert "lags behind the store" in caplog.text
+    store.close()
+    export.unlink()
+    store = SqliteStore(tmp_path)
+    assert numbers(tmp_path) == [1, 2, 3, 4, 5]
+    assert store.counts().ready == 2
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 40, 200, 10**6])
 @pytest.mark.parametrize("junk", [b"", b"\0" * 100, b'{"number":99'])
 def test_a_torn_export_is_mended_from_the_store(tmp_path: Path, cut: int, junk: bytes) -> None:
-    store, _ = asyncio.run(opened(tmp_path, 5))
-    asyncio.run(store.close())
+    store, _ = opened(tmp_path, 5)
+    store.close()
     export = tmp_path / "events.jsonl"
     whole = export.read_bytes()
     export.write_bytes(whole[: max(0, len(whole) - cut)] + junk)
@@ -156,57 +148,48 @@ def test_a_torn_export_is_mended_from_the_store(tmp_path: Path, cut: int, junk: 
 
 
 def test_a_segment_ends_at_its_size_and_a_reopened_store_starts_another(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = SqliteStore(tmp_path, segment_bytes=1000)
-        await store.recover(None)
-        dispatches = [build_dispatch(number) for number in range(4)]
-        await store.dispatch(1, dispatches, PromptCursor(index=4))
-        for dispatch in dispatches[:3]:
-            await store.put(groups([dispatch]))
-        store = SqliteStore(tmp_path)
-        assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
-            "segment-000001.bin",
-            "segment-000002.bin",
-        ]
-        await store.put(groups(dispatches[3:]))
-        assert (tmp_path / "tokens" / "segment-000003.bin").exists()
-
-    asyncio.run(scenario())
+    store = SqliteStore(tmp_path, segment_bytes=1000)
+    store.recover(None)
+    dispatches = [build_dispatch(number) for number in range(4)]
+    store.dispatch(1, dispatches, PromptCursor(index=4))
+    for dispatch in dispatches[:3]:
+        store.put(groups([dispatch]))
+    store = SqliteStore(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["segment-000001.bin", "segment-000002.bin"]
+    store.put(groups(dispatches[3:]))
+    assert (tmp_path / "tokens" / "segment-000003.bin").exists()
 
 
 def test_durability_machine_syncs_and_serves_alike(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = SqliteStore(tmp_path, "machine")
-        assert store._database.connection.execute("PRAGMA synchronous").fetchone() == (2,)
-        await store.recover(None)
-        dispatch = build_dispatch()
-        await store.dispatch(1, [dispatch], PromptCursor(index=1))
-        assert await store.put(groups([dispatch])) == ("d-0",)
-        await store.close()
-
-    asyncio.run(scenario())
+    store = SqliteStore(tmp_path, "machine")
+    assert store._database.connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    store.recover(None)
+    dispatch = build_dispatch()
+    store.dispatch(1, [dispatch], PromptCursor(index=1))
+    assert store.put(groups([dispatch])) == ("d-0",)
+    store.close()
 
 
 WRITER = """
-import asyncio, sys
+import sys
 from pathlib import Path
 from support.builders import build_dispatch, build_group
 from rollout.types.codec import encode
 from rollout.types.prompts import PromptCursor
 from rollout.store.sqlite.store import SqliteStore
 
-async def main():
+def main():
     store = SqliteStore(Path(sys.argv[1]))
-    await store.recover(None)
+    store.recover(None)
     number = 0
     while True:
         dispatches = [build_dispatch(number + i) for i in range(3)]
-        await store.dispatch(1, dispatches, PromptCursor(index=number + 3))
-        taken = await store.put([encode(build_group(d, seed=int(d.dispatch_id[2:]))) for d in dispatches])
+        store.dispatch(1, dispatches, PromptCursor(index=number + 3))
+        taken = store.put([encode(build_group(d, seed=int(d.dispatch_id[2:]))) for d in dispatches])
         print(*taken, flush=True)
         number += 3
 
-asyncio.run(main())
+main()
 """
 
 
@@ -227,7 +210,7 @@ def test_whatever_was_acknowledged_survives_kill_9(tmp_path: Path, batches: int)
     writer.stdout.close()
     assert len(acknowledged) >= 3 * batches
 
-    recovery = asyncio.run(SqliteStore(tmp_path).recover(None))
+    recovery = SqliteStore(tmp_path).recover(None)
     ready = {header.dispatch_id for header in recovery.ready}
     assert ready >= set(acknowledged)
     reader = open_reader(tmp_path)

@@ -1,6 +1,5 @@
 """A run's store can be read while it runs and after it has ended."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,27 +17,22 @@ from rollout.types.weights import PolicyVersion
 STEP = PolicyVersion(1, 1)
 
 
-async def write(run_dir: Path) -> SqliteStore:
+def write(run_dir: Path) -> SqliteStore:
     """Three dispatches: one trained and held, one rejected, one without a group."""
     store = SqliteStore(run_dir)
-    await store.recover(None)
+    store.recover(None)
     dispatches = [build_dispatch(number) for number in range(3)]
-    await store.dispatch(1, dispatches, PromptCursor(index=3))
-    await store.put([encode(build_group(d, seed=number)) for number, d in enumerate(dispatches[:2])])
-    await store.annotate([Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x01\x02")])
-    await store.lease(1, ["d-0"])
-    await store.acknowledge(
+    store.dispatch(1, dispatches, PromptCursor(index=3))
+    store.put([encode(build_group(d, seed=number)) for number, d in enumerate(dispatches[:2])])
+    store.annotate([Annotation(dispatch_id="d-0", kind="evidence", payload=b"\x01\x02")])
+    store.lease(1, ["d-0"])
+    store.acknowledge(
         StepCommit(
-            policy=STEP,
-            dispatch_ids=("d-0",),
-            digest="x",
-            trajectories_trained=2,
-            trajectories_masked=0,
-            trajectories_dropped=0,
+            policy=STEP, dispatch_ids=("d-0",), trajectories_trained=2, trajectories_masked=0, trajectories_dropped=0
         )
     )
-    await store.commit_version(LedgerEntry(policy=STEP, digest="x"))
-    await store.reject(1, [Ending(dispatch_id="d-1", reason=RejectReason.STALE, detail="age 3 > 2", readmit=True)])
+    store.commit_version(LedgerEntry(policy=STEP, digest="x"))
+    store.reject(1, [Ending(dispatch_id="d-1", reason=RejectReason.STALE, detail="age 3 > 2", readmit=True)])
     return store
 
 
@@ -74,34 +68,34 @@ def check(run_dir: Path) -> None:
 
 
 def test_a_running_run_can_be_read(tmp_path: Path) -> None:
-    store = asyncio.run(write(tmp_path))
+    store = write(tmp_path)
     check(tmp_path)
-    asyncio.run(store.close())
+    store.close()
 
 
 def test_a_finished_run_can_be_read(tmp_path: Path) -> None:
-    asyncio.run(asyncio.run(write(tmp_path)).close())
+    write(tmp_path).close()
     check(tmp_path)
 
 
 def test_a_crashed_run_can_be_read(tmp_path: Path) -> None:
-    store = asyncio.run(write(tmp_path))
+    store = write(tmp_path)
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("store.sqlite", "store.sqlite-wal"):
         (copy / name).write_bytes((tmp_path / name).read_bytes())
     (copy / "tokens").symlink_to(tmp_path / "tokens")
     check(copy)
-    asyncio.run(store.close())
+    store.close()
 
 
 def test_reading_needs_no_trainer_epoch_and_changes_nothing(tmp_path: Path) -> None:
-    store = asyncio.run(write(tmp_path))
-    before = asyncio.run(store.counts()), (tmp_path / "events.jsonl").read_text()
+    store = write(tmp_path)
+    before = store.counts(), (tmp_path / "events.jsonl").read_text()
     check(tmp_path)
-    assert (asyncio.run(store.counts()), (tmp_path / "events.jsonl").read_text()) == before
-    asyncio.run(store.settle(STEP))
-    assert asyncio.run(store.counts()).trained == 1
+    assert (store.counts(), (tmp_path / "events.jsonl").read_text()) == before
+    store.settle(STEP)
+    assert store.counts().trained == 1
 
 
 def test_a_directory_without_a_store_is_named(tmp_path: Path) -> None:
@@ -110,7 +104,7 @@ def test_a_directory_without_a_store_is_named(tmp_path: Path) -> None:
 
 
 def test_a_group_whose_bytes_were_cut_is_an_error_that_says_so(tmp_path: Path) -> None:
-    asyncio.run(asyncio.run(write(tmp_path)).close())
+    write(tmp_path).close()
     segment = tmp_path / "tokens" / "segment-000001.bin"
     segment.write_bytes(segment.read_bytes()[:700])
     reader = open_reader(tmp_path)
