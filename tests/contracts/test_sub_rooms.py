@@ -12,7 +12,7 @@ FILES_IN_A_FOLDER = 15
 
 ORDER = {
     "rollout": (
-        "config errors types transport published rewards store tokenization engines environments episodes evaluation "
+        "config errors tasks types transport published rewards store tokenization engines environments episodes evaluation "
         "faults"
     ),
     "rollout.engines": "sampling scripted torch vllm registry",
