@@ -35,11 +35,12 @@ class EpisodeActor:
         tokenizer = load_tokenizer(spec.model_dir)
         prompts = self._prompts = PlantedPrompts(tokenizer, spec.faults)
         sampling = SamplingParams(**spec.sampling.model_dump())
+        self._rewards = RewardPool(
+            [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
+        )
         self._worker = EpisodeWorker(
             store=RemoteStore(store),
-            score=RewardPool(
-                [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
-            ),
+            score=self._rewards,
             tokenizer=tokenizer,
             make_envs=lambda prompt, count: build_envs(spec.environment, prompt, prompts.tokenizer_for(prompt), count),
             settings=WorkerSettings(
@@ -65,6 +66,8 @@ class EpisodeActor:
         self._worker.submit(dispatches)
 
     async def collect(self) -> tuple[Outcome, ...]:
+        """Raises what no group of this worker survives: a store or a reward worker that is gone for good."""
+        self._rewards.check()
         return await self._worker.collect()
 
 

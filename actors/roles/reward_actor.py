@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import ray
@@ -56,9 +56,17 @@ class RayRewardPort:
         self._lost = False
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
-        try:
-            self._pid = self._pid or await self._ask_pid()
+        with self._noticing_loss():
             return await call(self.handle.score.remote(jobs), self._name)
+
+    async def ready(self) -> None:
+        with self._noticing_loss():
+            self._pid = await self._ask_pid()
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Generator[None]:
+        try:
+            yield
         except ProcessLostError:
             self._lost = True
             raise
