@@ -1,12 +1,12 @@
 """An episode worker in an actor of its own, and its port for the driver."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.ports import EnginePort
 from actors.process import enter_process
 from actors.roles.engine_actor import RayEnginePort, RemoteEngine
@@ -55,8 +55,8 @@ class EpisodeActor:
             ),
         )
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> Place:
+        return here()
 
     async def connect(self, slot: int, engine: Any, tag: EngineTag) -> None:
         self._worker.connect(slot, RemoteEngine(engine, slot), tag)

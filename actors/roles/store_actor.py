@@ -1,6 +1,5 @@
 """The trajectory store in an actor of its own, and its stand-in for everyone else."""
 
-import os
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 import ray
 
 from actors.calls import call
+from actors.places import Place, here
 from actors.process import enter_process
 from rollout.config import StoreConfig
 from rollout.errors import ConcordError
@@ -30,8 +30,8 @@ class StoreActor:
         enter_process("store", run_dir)
         self._store = SqliteStore(run_dir, config.durability)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     def recover(self, checkpoint: PolicyVersion | None) -> Recovery:
         return _now(self._store.recover(checkpoint))
