@@ -1,5 +1,7 @@
-"""Tasks that outlive the call that starts them, and waits that something else may end. Here alone a task is made outside
-a `TaskGroup`: every task has an owner, and no failure of one goes unseen."""
+"""Tasks that outlive the call that starts them, and waits that something else may end.
+
+Here alone a task is made outside a `TaskGroup`: every task has an owner, and no failure of one goes unseen.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
