@@ -192,7 +192,7 @@ class Fleet(Protocol):
         ...
 
     async def dump_stacks(self) -> str:
-        """Stacks of all actors on this machine, for people."""
+        """Stacks of all actors, for people; why there are none of one that does not answer."""
         ...
 
     async def close(self) -> None:

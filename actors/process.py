@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from actors.preflight import check_packages
+from actors.stacks import stacks_file
 
 _stack_files: list[object] = []
 
@@ -16,8 +17,8 @@ def enter_process(name: str, run_dir: Path) -> None:
         UserError: one of Concord's packages comes from elsewhere.
     """
     check_packages()
-    directory = run_dir / "stacks"
-    directory.mkdir(exist_ok=True)
-    file = (directory / f"{name}.txt").open("w")
+    path = stacks_file(run_dir, name)
+    path.parent.mkdir(exist_ok=True)
+    file = path.open("w")
     _stack_files.append(file)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
-import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.roles.consistency_service import ConsistencyActor, RayAuditor
 from actors.roles.engine_actor import MAX_CONCURRENT_CALLS, EngineActor, RayEnginePort
 from actors.roles.episode_actor import EpisodeActor, RayWorkerPort
@@ -16,9 +18,13 @@ from actors.roles.reward_actor import RewardActor
 from actors.roles.store_actor import RemoteStore, StoreActor
 from actors.roles.trainer_actor import RayTrainer, TrainerActor
 from actors.spec import FleetSpec
+from actors.stacks import dump_stacks_here
 from rollout.errors import ConcordError, ProcessLostError
 
 STOP_DEADLINE_S = 5.0
+REMOTE_STACKS_S = 20.0
+"""For the stacks of another machine, on which a process has to start for it."""
+_DUMP_STACKS: Any = ray.remote(dump_stacks_here)
 
 
 class RayFleet:
@@ -42,7 +48,7 @@ class RayFleet:
         self._first_evaluator: Any = (
             EvaluationActor.options(**self._small).remote(spec) if spec.evaluation.every_steps else None
         )
-        self._pids: dict[str, tuple[Any, int]] = {}
+        self._places: dict[str, tuple[Any, Place]] = {}
 
     def _new_ranks(self) -> list[Any]:
         config = self._spec.trainer
@@ -60,9 +66,9 @@ class RayFleet:
         Raises:
             ConcordError: what one of them failed with.
         """
-        await call(self._store_handle.pid.remote(), "the store")
+        await call(self._store_handle.place.remote(), "the store")
         for index, handle in enumerate(self._rewards):
-            await call(handle.pid.remote(), f"reward worker {index}")
+            await call(handle.place.remote(), f"reward worker {index}")
         await self.trainer.ready()
 
     async def new_engine(self, slot: int) -> RayEnginePort:
@@ -84,7 +90,7 @@ class RayFleet:
         options = self._small | {"max_concurrency": MAX_CONCURRENT_CALLS}
         handle: Any = EpisodeActor.options(**options).remote(self._spec, index, self._store_handle, mine)
         self._workers[index] = RayWorkerPort(handle, index)
-        await call(handle.pid.remote(), f"episode worker {index}")
+        await call(handle.place.remote(), f"episode worker {index}")
         return self._workers[index]
 
     async def new_auditor(self, index: int) -> RayAuditor:
@@ -94,7 +100,7 @@ class RayFleet:
             num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0
         ).remote(self._spec, index)
         self._auditors[index] = RayAuditor(handle, self._store_handle, index)
-        await call(handle.pid.remote(), f"consistency service {index}")
+        await call(handle.place.remote(), f"consistency service {index}")
         return self._auditors[index]
 
     async def new_evaluator(self) -> RayEvaluator:
@@ -104,38 +110,59 @@ class RayFleet:
         """
         handle: Any = self._first_evaluator or EvaluationActor.options(**self._small).remote(self._spec)
         self._first_evaluator = None
-        await call(handle.pid.remote(), "the evaluation")
+        await call(handle.place.remote(), "the evaluation")
         self._evaluator = RayEvaluator(handle)
         return self._evaluator
 
     async def processes(self) -> Mapping[str, int]:
-        """Process id by actor name; asked once an incarnation."""
+        """Process id by actor name, of the driver and the actors on its machine; asked once an incarnation."""
+        new = {n: handle for n, handle in self._handles().items() if self._places.get(n, (None,))[0] is not handle}
+        await asyncio.gather(*(self._ask_place(name, handle) for name, handle in new.items()))
+        return {"driver": os.getpid(), **self._pids_by_node().get(here().node, {})}
+
+    def _handles(self) -> dict[str, Any]:
+        """Every actor of the fleet by its name."""
         handles: dict[str, Any] = {"store": self._store_handle}
         handles |= {f"reward-{i}": h for i, h in enumerate(self._rewards)}
         handles |= {f"trainer-{i}": h for i, h in enumerate(self.trainer.ranks)}
         handles |= {f"engine-{slot}": port.handle for slot, port in self._engines.items()}
         handles |= {f"episodes-{index}": port.handle for index, port in self._workers.items()}
         handles |= {f"consistency-{index}": port.handle for index, port in self._auditors.items()}
-        handles |= {"evaluation": self._evaluator.handle} if self._evaluator is not None else {}
-        new = {name: handle for name, handle in handles.items() if self._pids.get(name, (None, 0))[0] is not handle}
-        await asyncio.gather(*(self._ask_pid(name, handle) for name, handle in new.items()))
-        return {"driver": os.getpid(), **{name: pid for name, (_, pid) in self._pids.items()}}
+        return handles | ({"evaluation": self._evaluator.handle} if self._evaluator is not None else {})
 
-    async def _ask_pid(self, name: str, handle: Any) -> None:
+    async def _ask_place(self, name: str, handle: Any) -> None:
         try:
-            self._pids[name] = (handle, await call(handle.pid.remote(), name))
+            self._places[name] = (handle, await call(handle.place.remote(), name))
         except ProcessLostError:
-            self._pids.pop(name, None)
+            self._places.pop(name, None)
+
+    def _pids_by_node(self) -> dict[str, dict[str, int]]:
+        """Process ids by actor name, a machine apart."""
+        nodes: dict[str, dict[str, int]] = {}
+        for name, (_, place) in self._places.items():
+            nodes.setdefault(place.node, {})[name] = place.pid
+        return nodes
 
     async def dump_stacks(self) -> str:
-        """Ask every actor on this machine to write its stacks, and read what they wrote."""
-        for _, pid in self._pids.values():
-            try:
-                os.kill(pid, signal.SIGUSR1)
-            except ProcessLookupError:
-                continue
-        await asyncio.sleep(0.5)
-        return _read_stacks(self._spec.run_dir / "stacks")
+        """What every actor is doing, or why it does not say; on each machine asked by a process of that machine."""
+        stacks = dict.fromkeys(self._handles(), "no stacks: its process is not known yet")
+        for answer in await asyncio.gather(*(self._stacks_of(*node) for node in self._pids_by_node().items())):
+            stacks |= answer
+        return "\n".join(f"== {name}\n{text}" for name, text in sorted(stacks.items()))
+
+    async def _stacks_of(self, node: str, pids: Mapping[str, int]) -> Mapping[str, str]:
+        run_dir = self._spec.run_dir
+        if node == here().node:
+            return await asyncio.to_thread(dump_stacks_here, pids, run_dir)
+        on_node = _DUMP_STACKS.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), max_retries=0
+        )
+        try:
+            async with asyncio.timeout(REMOTE_STACKS_S):
+                return await call(on_node.remote(pids, run_dir), f"machine {node}")
+        except (ConcordError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {REMOTE_STACKS_S:g} s"
+            return dict.fromkeys(pids, f"no stacks: its machine {node} does not say: {reason}")
 
     async def close(self) -> None:
         """Stop engines in order, then end every actor."""
@@ -166,7 +193,3 @@ class RayFleet:
         except (ConcordError, TimeoutError):
             pass
         kill(port.handle)
-
-
-def _read_stacks(directory: Path) -> str:
-    return "\n".join(f"== {path.stem}\n{path.read_text()}" for path in sorted(directory.glob("*.txt")))

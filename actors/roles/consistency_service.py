@@ -1,13 +1,13 @@
 """The consistency service in actors of its own, and their port for the driver. Groups come from the store and evidence
 goes back to it past the driver."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.types.trajectory import Annotation, StoredGroups
@@ -33,8 +33,8 @@ class ConsistencyActor:
             deterministic=spec.deterministic,
         )
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     def audit(
         self, groups: StoredGroups, context: AuditContext, kind: str

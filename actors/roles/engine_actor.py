@@ -1,6 +1,5 @@
 """An engine replica in an actor of its own; its port for the driver, and its stand-in for episode workers."""
 
-import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +11,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.ports import Started, Updated
 from actors.process import enter_process
 from actors.roles.engine_metrics import serve_engine_metrics
@@ -60,8 +60,8 @@ class EngineActor:
         )
         self._inbox: Inbox[GenerationJob, Chunks] = Inbox(self._generate)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     async def start(self, manifest: WeightManifest) -> Started:
         with boundary(EngineError, "the engine did not start"):
@@ -135,9 +135,6 @@ class RayEnginePort:
 
     async def load(self) -> EngineLoad:
         return await call(self.handle.load.remote(), self._name)
-
-    async def pid(self) -> int:
-        return await call(self.handle.pid.remote(), self._name)
 
     async def kill(self) -> None:
         kill(self.handle)

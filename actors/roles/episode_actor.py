@@ -1,12 +1,12 @@
 """An episode worker in an actor of its own, and its port for the driver."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.ports import EnginePort
 from actors.process import enter_process
 from actors.roles.engine_actor import RayEnginePort, RemoteEngine
@@ -35,11 +35,12 @@ class EpisodeActor:
         tokenizer = load_tokenizer(spec.model_dir)
         prompts = self._prompts = PlantedPrompts(tokenizer, spec.faults)
         sampling = SamplingParams(**spec.sampling.model_dump())
+        self._rewards = RewardPool(
+            [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
+        )
         self._worker = EpisodeWorker(
             store=RemoteStore(store),
-            score=RewardPool(
-                [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
-            ),
+            score=self._rewards,
             tokenizer=tokenizer,
             make_envs=lambda prompt, count: build_envs(spec.environment, prompt, prompts.tokenizer_for(prompt), count),
             settings=WorkerSettings(
@@ -54,8 +55,8 @@ class EpisodeActor:
             ),
         )
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> Place:
+        return here()
 
     async def connect(self, slot: int, engine: Any, tag: EngineTag) -> None:
         self._worker.connect(slot, RemoteEngine(engine, slot), tag)
@@ -65,6 +66,8 @@ class EpisodeActor:
         self._worker.submit(dispatches)
 
     async def collect(self) -> tuple[Outcome, ...]:
+        """Raises what no group of this worker survives: a store or a reward worker that is gone for good."""
+        self._rewards.check()
         return await self._worker.collect()
 
 

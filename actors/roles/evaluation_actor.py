@@ -1,12 +1,12 @@
 """The evaluation in an actor of its own, and its port for the driver."""
 
-import os
 from functools import partial
 from typing import Any
 
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.ports import EnginePort
 from actors.process import enter_process
 from actors.roles.engine_actor import RayEnginePort, RemoteEngine
@@ -40,8 +40,8 @@ class EvaluationActor:
             lambda tokenizer: build(tokenizer=tokenizer), load_tokenizer(spec.model_dir), spec.faults
         )
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> Place:
+        return here()
 
     async def connect(self, slot: int, engine: Any, tag: EngineTag) -> None:
         self._evaluator.connect(slot, RemoteEngine(engine, slot), tag)

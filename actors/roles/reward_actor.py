@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.errors import ProcessLostError
@@ -31,8 +31,8 @@ class RewardActor:
         enter_process(f"reward-{index}", spec.run_dir)
         self._function = plant_reward(build_reward(spec.reward), spec.faults)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     def score(self, jobs: Sequence[RewardJob]) -> tuple[list[Judgement], float]:
         begun = time.perf_counter()
@@ -51,14 +51,22 @@ class RayRewardPort:
     def __init__(self, handle: Any, index: int) -> None:
         self.handle = handle
         self._name = f"reward worker {index}"
-        self._pid = 0
-        """Process id of the present incarnation; 0 before it is known."""
+        self._place: Place | None = None
+        """Of the present incarnation; None before it is known."""
         self._lost = False
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:
-        try:
-            self._pid = self._pid or await self._ask_pid()
+        with self._noticing_loss():
             return await call(self.handle.score.remote(jobs), self._name)
+
+    async def ready(self) -> None:
+        with self._noticing_loss():
+            self._place = await self._ask_place()
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Generator[None]:
+        try:
+            yield
         except ProcessLostError:
             self._lost = True
             raise
@@ -68,17 +76,17 @@ class RayRewardPort:
 
         A process that has ended is not killed again: that would hit its successor, and with it the next group.
         """
-        old, lost = self._pid, self._lost
-        self._pid, self._lost = 0, False
+        old, lost = self._place, self._lost
+        self._place, self._lost = None, False
         if not lost:
             kill(self.handle, no_restart=False)
         while True:
             with contextlib.suppress(ProcessLostError):
-                pid = await self._ask_pid()
-                if lost or pid != old:  # else the one that is to end was quicker to answer than to die
-                    self._pid = pid
+                place = await self._ask_place()
+                if lost or place != old:  # else the one that is to end was quicker to answer than to die
+                    self._place = place
                     return
             await asyncio.sleep(RETRY_S)
 
-    async def _ask_pid(self) -> int:
-        return await call(self.handle.pid.remote(), self._name)
+    async def _ask_place(self) -> Place:
+        return await call(self.handle.place.remote(), self._name)

@@ -1,12 +1,12 @@
 """The trajectory store in an actor of its own, and the store that everyone else holds."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.calls import call
+from actors.places import Place, here
 from actors.process import enter_process
 from rollout.config import StoreConfig
 from rollout.store.sqlite.store import SqliteStore
@@ -22,8 +22,8 @@ class StoreActor:
         enter_process("store", run_dir)
         self._store = SqliteStore(run_dir, config.durability)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     def call(self, name: str, *args: Any) -> Any:
         """The answer of the store's method `name`."""

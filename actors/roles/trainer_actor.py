@@ -1,7 +1,6 @@
 """Trainer ranks, an actor each, and their common port for the driver."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import ray
 
 from actors.calls import call, kill
+from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.types.trajectory import StoredGroups
@@ -38,8 +38,8 @@ class TrainerActor:
             settings=LossSettings(correction=spec.consistency.correction, faults=spec.faults),
         )
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> Place:
+        return here()
 
     def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
         report = self._trainer.step(lease, request)
@@ -88,7 +88,7 @@ class RayTrainer:
 
     async def ready(self) -> None:
         """Every rank has loaded its model."""
-        await self._all([rank.pid.remote() for rank in self.ranks])
+        await self._all([rank.place.remote() for rank in self.ranks])
 
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
         lease = self._store.call.remote("lease", trainer_epoch, dispatch_ids)

@@ -109,12 +109,12 @@ class Gate:
                 have += f", of them {len(pool.audited)} scored by the consistency service"
             return Selection(stale=stale, waits_for=f"{self.batch_groups} groups ready in {self.order} order ({have})")
         batch = tuple(candidates[: self.batch_groups])
-        late = self._would_become_stale(pool, batch, trainer_version) if self.policy == "wait" else []
-        if late:
+        awaited = self._may_still_join(pool, fresh, usable, floor) if self.policy == "wait" else []
+        if awaited:
             return Selection(
                 stale=stale,
                 waits_for=(
-                    f"groups {', '.join(late[:4])}, which step {trainer_version + 1} would make older than "
+                    f"groups {', '.join(awaited[:4])}, which step {trainer_version + 1} would make older than "
                     f"{self.max_staleness}"
                 ),
             )
@@ -137,13 +137,20 @@ class Gate:
         window = set(unfinished[: self.dispatch_window * self.batch_groups])
         return sorted((h for h in usable if h.dispatch_id in window), key=lambda h: h.dispatch_id)
 
-    def _would_become_stale(self, pool: Pool, batch: tuple[GroupHeader, ...], trainer_version: int) -> list[str]:
-        """Groups outside the batch that step v + 2 could no longer take. A running group is as old as the policy it was
-        dispatched under."""
-        floor = trainer_version + 1 - self.max_staleness
-        chosen = {h.dispatch_id for h in batch}
-        ready = [h.dispatch_id for h in pool.ready.values() if h.dispatch_id not in chosen and h.oldest_version < floor]
-        return ready + [d.dispatch_id for d in pool.running.values() if d.policy.version < floor]
+    def _may_still_join(self, pool: Pool, fresh: list[GroupHeader], usable: list[GroupHeader], floor: int) -> list[str]:
+        """Groups for which policy `wait` delays step v + 1: it is the last that can take them, and they may still join
+        its batch.
+
+        The last that can take a group is the step whose floor is the group's oldest version. A running group is as old
+        as the policy it was dispatched under; like a group that is held, it joins when it becomes usable. Once groups
+        of that age fill the batch, no wait could help one more of them: the step is taken, and what is left over
+        becomes stale. (A resume with a smaller batch or window finds more of them ready than one step takes.)
+        """
+        usable_ids = {h.dispatch_id for h in usable if h.oldest_version == floor}
+        if len(usable_ids) >= self.batch_groups:
+            return []
+        held = [h.dispatch_id for h in fresh if h.oldest_version == floor and h.dispatch_id not in usable_ids]
+        return held + [d.dispatch_id for d in pool.running.values() if d.policy.version == floor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,14 +152,9 @@ class Evaluation(Observer):
             return
         self._final = policy
         self._bell.set()
-        finished, stopped = asyncio.ensure_future(self._finished.wait()), asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait(
-                (finished, stopped), timeout=self._config.deadline_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            finished.cancel()
-            stopped.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.deadline_s):
+                await _first_of(self._finished, stop)
         if not self._finished.is_set():
             reason = (
                 "the run was stopped"
@@ -234,6 +229,15 @@ class Evaluation(Observer):
         }
         await self._book.store.record_event("evaluation", fields)
         await self._observers.score_taken()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return when one of them is set."""
+    async with asyncio.TaskGroup() as group:
+        waits = [group.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
 
 async def _scored(port: EvaluatorPort, replica: Replica, policy: PolicyVersion, label: str) -> EvaluationReport:

@@ -41,7 +41,7 @@ class ReplicaLifecycle:
     ) -> None:
         self._replicas, self._weights, self._store, self._mode = replicas, weights, store, mode
         self._deadlines, self._observers = deadlines, observers
-        self._group = asyncio.TaskGroup()
+        self._group: asyncio.TaskGroup = asyncio.TaskGroup()
         self._ended = asyncio.Event()
         self._catching_up: set[tuple[int, int]] = set()
         self._restarting: set[int] = set()

@@ -7,11 +7,13 @@ next. It must not know admission, staleness or training, nor where engines, rewa
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from rollout.episodes.episode import EpisodeSettings, Judge, run_group
-from rollout.episodes.failure import EpisodeFailure
-from rollout.errors import ConcordError, boundary
+from rollout.episodes.failure import EpisodeFailure, failing_as
+from rollout.errors import ConcordError, EnvironmentFailure
+from rollout.tasks import Tasks
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.transport.mailbox import COLLECT_WAIT_S
 from rollout.types.codec import encode
@@ -53,9 +55,9 @@ class EpisodeWorker:
         self._make_envs = make_envs
         self._settings = settings
         self._engines: dict[int, tuple[Engine, EngineTag]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._unput: list[EncodedGroup] = []
-        self._putting: asyncio.Task[None] | None = None
+        self._putting = False
         self._outcomes: list[Outcome] = []
         self._bell = asyncio.Event()
         self._broken: ConcordError | None = None
@@ -67,15 +69,14 @@ class EpisodeWorker:
     def submit(self, dispatches: Sequence[Dispatch]) -> None:
         """Start an episode for each dispatch."""
         for dispatch in dispatches:
-            task = asyncio.create_task(self._run(dispatch), name=dispatch.dispatch_id)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._run(dispatch), partial(self._lost, dispatch), dispatch.dispatch_id)
 
     async def collect(self) -> tuple[Outcome, ...]:
         """All that has come back since the last call; waits for the first, at most COLLECT_WAIT_S.
 
         Raises:
-            ConcordError: the store refused finished groups (disk full, ...): this worker can keep nothing.
+            ConcordError: finished groups could not be put into the store (disk full, ...): this worker can keep
+                nothing.
         """
         if not self._outcomes and self._broken is None:
             try:
@@ -91,9 +92,7 @@ class EpisodeWorker:
 
     async def close(self) -> None:
         """Cancel what runs; engines are told to abort."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _run(self, dispatch: Dispatch) -> None:
         try:
@@ -109,12 +108,11 @@ class EpisodeWorker:
             )
         except EpisodeFailure as failure:
             self._come_back(self._ending(dispatch, failure.reason, failure.detail))
-        except ConcordError as error:
-            self._come_back(self._ending(dispatch, FailReason.ENVIRONMENT, str(error)))
         else:
             self._unput.append(group)
-            if self._putting is None:
-                self._putting = asyncio.create_task(self._put_all(), name="put")
+            if not self._putting:
+                self._putting = True
+                self._tasks.start(self._put_all(), self._break, "putting groups into the store")
 
     async def _episode(self, dispatch: Dispatch) -> EncodedGroup:
         if dispatch.replica not in self._engines:
@@ -123,7 +121,8 @@ class EpisodeWorker:
                 f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}",
             )
         engine, tag = self._engines[dispatch.replica]
-        with boundary(ConcordError, f"the environment of prompt {dispatch.prompt.prompt_id}"):
+        name = f"the environment of prompt {dispatch.prompt.prompt_id}"
+        with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, name):
             envs = self._make_envs(dispatch.prompt, dispatch.group_size)
         group = await run_group(
             dispatch,
@@ -144,11 +143,17 @@ class EpisodeWorker:
                 for group in batch:
                     if group.header.dispatch_id in taken:
                         self._come_back(group.header)
-        except ConcordError as error:
-            self._broken = error
-            self._bell.set()
         finally:
-            self._putting = None
+            self._putting = False
+
+    def _lost(self, dispatch: Dispatch, error: ConcordError) -> None:
+        """An episode ended in a way that has no reason of its own."""
+        self._come_back(self._ending(dispatch, FailReason.WORKER, str(error)))
+
+    def _break(self, error: ConcordError) -> None:
+        """Groups could not be put: what this worker finishes is lost."""
+        self._broken = error
+        self._bell.set()
 
     def _ending(self, dispatch: Dispatch, reason: FailReason, detail: str) -> Ending:
         again = dispatch.attempt < self._settings.max_attempts and reason is not FailReason.PROMPT_TOO_LONG

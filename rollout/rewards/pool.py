@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout.errors import ConcordError, ProcessLostError
+from rollout.errors import ConcordError, ProcessLostError, RewardError, boundary
 from rollout.rewards.errors import RewardFailure, RewardTimeout, RewardWorkerDied
+from rollout.tasks import Tasks
 from rollout.types.prompts import Prompt
 from rollout.types.trajectory import Reward, Trajectory
 from rollout.types.wire import wired
@@ -44,6 +45,10 @@ class RewardPort(Protocol):
         gone."""
         ...
 
+    async def ready(self) -> None:
+        """Answers when the worker is idle. Raises `ProcessLostError` when it is gone."""
+        ...
+
     async def replace(self) -> None:
         """End the worker if it lives, and answer when a new one is ready."""
         ...
@@ -64,7 +69,10 @@ class RewardPool:
         self._deadline_s = deadline_s
         self._queue: deque[_Waiting] = deque()
         self._bell = asyncio.Event()
-        self._runners: list[asyncio.Task[None]] = []
+        self._runners = Tasks()
+        self._serving = False
+        self._lost: ConcordError | None = None
+        """Why a worker is gone for good."""
         self._group_s = CALL_S
         """Seconds that a group's rewards take, a running mean; at first every group goes alone."""
         self.replaced = 0
@@ -76,15 +84,34 @@ class RewardPool:
 
         Raises:
             RewardFailure: the reward raised, was invalid, passed its deadline, or its worker died.
+            ConcordError: a worker is gone for good.
         """
-        if not self._runners:
-            self._runners = [asyncio.create_task(self._serve(worker), name="reward worker") for worker in self._workers]
+        self.check()
+        if not self._serving:
+            self._serving = True
+            for worker in self._workers:
+                self._runners.start(self._serve(worker), self._lose, "a reward worker cannot be replaced")
         waiting = _Waiting(job=RewardJob(prompt=prompt, trajectories=trajectories, completions=completions))
         self._queue.append(waiting)
         self._bell.set()
         return await waiting.answer
 
+    def check(self) -> None:
+        """Whether groups can still be judged.
+
+        Raises:
+            ConcordError: why a worker cannot be replaced.
+        """
+        if self._lost is not None:
+            raise self._lost
+
+    def _lose(self, error: ConcordError) -> None:
+        self._lost = error
+        while self._queue:
+            _settle(self._queue.popleft(), error)
+
     async def _serve(self, worker: RewardPort) -> None:
+        await self._begin(worker)
         while True:
             batch = self._next_batch()
             if not batch:
@@ -101,6 +128,16 @@ class RewardPool:
                 for waiting in batch:
                     _settle(waiting, error)
 
+    async def _begin(self, worker: RewardPort) -> None:
+        """A worker that still judges for a client before us, and hangs, is replaced before it can fail a group of
+        ours."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await worker.ready()
+        except (TimeoutError, ProcessLostError):
+            self.replaced += 1
+            await worker.replace()
+
     def _next_batch(self) -> list[_Waiting]:
         share = -(-len(self._queue) // len(self._workers))
         size = max(1, min(share, int(CALL_S / self._group_s), MAX_GROUPS_A_CALL))
@@ -115,9 +152,11 @@ class RewardPool:
 
     async def _judge(self, worker: RewardPort, batch: list[_Waiting]) -> None:
         async with asyncio.timeout(self._deadline_s):
-            judgements, seconds = await worker.score([waiting.job for waiting in batch])
+            with boundary(RewardError, f"a reward worker, asked for {len(batch)} judgements"):
+                judgements, seconds = await worker.score([waiting.job for waiting in batch])
+                answers = list(zip(batch, judgements, strict=True))
         self._group_s += 0.2 * (max(seconds / len(batch), 1e-5) - self._group_s)
-        for waiting, judgement in zip(batch, judgements, strict=True):
+        for waiting, judgement in answers:
             _settle(waiting, judgement)
 
     def _give_up(self, batch: list[_Waiting], cause: TimeoutError | ProcessLostError) -> None:

@@ -7,9 +7,11 @@ and `collect`. They own order-free delivery, once each. They know neither jobs n
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from rollout.errors import ConcordError
+from rollout.tasks import Tasks
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -24,16 +26,15 @@ class Inbox(Generic[Job, Result]):
 
     def __init__(self, work: Callable[[Job], Awaitable[Result]]) -> None:
         self._work = work
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._finished: dict[str, list[tuple[int, Result | ConcordError]]] = {}
         self._bells: dict[str, asyncio.Event] = {}
 
     def submit(self, client: str, jobs: Sequence[tuple[int, Job]]) -> None:
         """Start numbered jobs of a client."""
         for number, job in jobs:
-            task = asyncio.create_task(self._run(client, number, job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            answer = partial(self._answer, client, number)
+            self._tasks.start(self._run(job, answer), answer, f"job {number} of client {client}")
 
     async def collect(self, client: str) -> list[tuple[int, Result | ConcordError]]:
         """What has finished since the last call, errors as values; waits for the first, at most COLLECT_WAIT_S."""
@@ -47,11 +48,10 @@ class Inbox(Generic[Job, Result]):
         bell.clear()
         return self._finished.pop(client, [])
 
-    async def _run(self, client: str, number: int, job: Job) -> None:
-        try:
-            answer: Result | ConcordError = await self._work(job)
-        except ConcordError as error:
-            answer = error
+    async def _run(self, job: Job, answer: Callable[[Result], None]) -> None:
+        answer(await self._work(job))
+
+    def _answer(self, client: str, number: int, answer: Result | ConcordError) -> None:
         self._finished.setdefault(client, []).append((number, answer))
         self._bells.setdefault(client, asyncio.Event()).set()
 
@@ -69,8 +69,9 @@ class Outbox(Generic[Job, Result]):
         self._unsent: list[tuple[int, Job]] = []
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._next = 0
-        self._sender: asyncio.Task[None] | None = None
-        self._collector: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._sending = False
+        self._collecting = False
 
     async def ask(self, job: Job) -> Result:
         """The partner's answer.
@@ -82,8 +83,9 @@ class Outbox(Generic[Job, Result]):
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._unsent.append((number, job))
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send(), name="outbox submit")
+        if not self._sending:
+            self._sending = True
+            self._tasks.start(self._send(), self._fail, "outbox submit")
         try:
             return await future
         finally:
@@ -95,12 +97,11 @@ class Outbox(Generic[Job, Result]):
                 await asyncio.sleep(0)  # whoever asks in this turn of the event loop goes along
                 jobs, self._unsent = self._unsent, []
                 await self._submit(jobs)
-                if self._collector is None:
-                    self._collector = asyncio.create_task(self._take(), name="outbox collect")
-        except ConcordError as error:
-            self._fail(error)
+                if not self._collecting:
+                    self._collecting = True
+                    self._tasks.start(self._take(), self._fail, "outbox collect")
         finally:
-            self._sender = None
+            self._sending = False
 
     async def _take(self) -> None:
         try:
@@ -114,10 +115,8 @@ class Outbox(Generic[Job, Result]):
                     else:
                         future.set_result(answer)
                 await asyncio.sleep(0)  # let the askers leave, so that nobody is waited for in vain
-        except ConcordError as error:
-            self._fail(error)
         finally:
-            self._collector = None
+            self._collecting = False
 
     def _fail(self, error: ConcordError) -> None:
         self._unsent = []

@@ -54,7 +54,7 @@ class FailReason(StrEnum):
     ENGINE = "engine"
     """The engine replica failed or died."""
     WORKER = "worker"
-    """The episode worker died."""
+    """The episode worker died, or its own work on the dispatch failed."""
     ENVIRONMENT = "environment"
     """The environment raised."""
     PROMPT_TOO_LONG = "prompt_too_long"

@@ -2,15 +2,21 @@
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 from contracts.source_tree import Module, modules, room_modules
 
 ENVIRONMENT_USERS = {
-    "actors/cluster.py": "Ray takes its consent to usage reports from there only",
+    "actors/cluster.py": "Ray takes its consent to usage reports and its patience from there only",
     "rollout/engines/vllm/launch.py": "vLLM takes what its child process needs from there only",
     "trainer/tiny/tiny.py": "the freedesktop rule for where a user's caches lie",
 }
 """Module -> why it must touch the process environment. A setting of ours belongs into the config."""
+
+TASK_OWNER = "rollout/tasks.py"
+"""Where tasks that no `TaskGroup` owns are made, and what ends them is passed on."""
+
+TASK_GROUP_TYPES = ("asyncio.TaskGroup", "asyncio.TaskGroup | None")
 
 SPEAKS_TO_PEOPLE = ("orchestrator/commands/", "orchestrator/launch/console.py")
 """Where the house may print."""
@@ -48,6 +54,52 @@ def blanket_handlers(module: Module) -> Iterator[ast.ExceptHandler]:
 
 def test_a_blanket_except_stands_only_in_boundary():
     assert not [m.at(node) for m in room_modules() for node in blanket_handlers(m)]
+
+
+def task_groups(module: Module) -> set[str]:
+    """What is a `TaskGroup` in this module: bound by `async with`, or annotated as one."""
+    found: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.AsyncWith):
+            found |= {
+                ast.unparse(item.optional_vars)
+                for item in node.items
+                if item.optional_vars is not None and ast.unparse(item.context_expr) == "asyncio.TaskGroup()"
+            }
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) in TASK_GROUP_TYPES:
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) in TASK_GROUP_TYPES:
+            found.add(node.arg)
+    return found
+
+
+def unowned_tasks(module: Module) -> Iterator[ast.Call]:
+    """Calls that make a task whose failure nobody is sure to see: it is owned neither by a `TaskGroup` nor by
+    `rollout.tasks`."""
+    owners = {f"{group}.create_task" for group in task_groups(module)}
+    for call in calls(module):
+        makes_task = called_name(call).rpartition(".")[2] in ("create_task", "ensure_future")
+        if makes_task and called_name(call) not in owners:
+            yield call
+
+
+def test_every_task_has_an_owner():
+    """A task that fails with nobody to await it fails unseen, and whoever waits for its work waits for ever."""
+    assert not [m.at(call) for m in room_modules() if str(m.path) != TASK_OWNER for call in unowned_tasks(m)]
+
+
+def test_a_task_without_an_owner_is_found():
+    source = """
+async def work(later: asyncio.TaskGroup):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one())
+        later.create_task(two())
+    loop.create_task(three())
+    create_task(four())
+    kept = asyncio.ensure_future(five())
+"""
+    module = Module(path=Path("rollout/example.py"), text=source, tree=ast.parse(source))
+    assert [call.lineno for call in unowned_tasks(module)] == [6, 7, 8]
 
 
 def test_only_the_command_line_prints():

@@ -12,8 +12,8 @@ FILES_IN_A_FOLDER = 15
 
 ORDER = {
     "rollout": (
-        "config errors types transport published rewards store tokenization engines environments episodes evaluation "
-        "faults"
+        "config errors tasks types transport published rewards store tokenization engines environments episodes "
+        "evaluation faults"
     ),
     "rollout.engines": "serving sampling scripted torch vllm registry",
     "trainer": (
@@ -21,7 +21,7 @@ ORDER = {
         "replay"
     ),
     "trainer.consistency": "checks metrics scoring attribution service dump",
-    "actors": "config preflight ports spec cluster calls process roles ray_fleet",
+    "actors": "config preflight ports spec cluster calls stacks places process roles ray_fleet",
     "orchestrator": (
         "config deadlines metrics run_dir observers replicas weight_sync dispatch audit doctor exporters report loop "
         "signals launch commands"

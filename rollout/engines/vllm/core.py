@@ -18,6 +18,7 @@ from rollout.config import VllmConfig
 from rollout.engines.vllm.launch import launch, root_cause
 from rollout.engines.vllm.process import CoreProcess, descendants, end
 from rollout.errors import EngineError, boundary
+from rollout.tasks import unless
 from rollout.types.engine_identity import EngineIdentity
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class VllmCore:
         """
         scratch = Path(tempfile.mkdtemp(prefix="concord-vllm-"))
         before = {process.pid for process in descendants()}
-        launching = asyncio.ensure_future(asyncio.to_thread(launch, model, config, identity, scratch))
+        launching = asyncio.get_running_loop().run_in_executor(None, launch, model, config, identity, scratch)
         try:
             llm = await asyncio.shield(launching)
             core = cls(llm, CoreProcess(_core_pid(llm)), scratch, descendants(before))
@@ -71,15 +72,8 @@ class VllmCore:
         Raises:
             EngineError: the core died, or vLLM raised.
         """
-        task = asyncio.ensure_future(coroutine)
-        try:
-            await asyncio.wait({task, self.process.died}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise EngineError(f"{what}: {self.obituary()}")
-            with boundary(EngineError, what):
-                return task.result()
-        finally:
-            task.cancel()
+        with boundary(EngineError, what):
+            return await unless(self.process.died, coroutine, lambda: EngineError(f"{what}: {self.obituary()}"))
 
     async def rpc(self, method: str, *args: object) -> str:
         """Call a method of the worker extension on every worker; they must give the same answer.

@@ -24,9 +24,10 @@ from rollout.engines.vllm.layout import Layout, layout_of, refuse_difference
 from rollout.engines.vllm.requests import Limits, Part, aborted_chunks, chunks_of, parts_of, scoring_params
 from rollout.engines.vllm.routing import expert_layers
 from rollout.engines.vllm.transfer import announced, check_transport
-from rollout.errors import EngineError, UserError, boundary
+from rollout.errors import ConcordError, EngineError, UserError, boundary
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import digest_directory
+from rollout.tasks import Tasks
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
 from rollout.types.protocols import EngineLoad
@@ -45,7 +46,7 @@ class VllmEngine:
         quiet_vllm()
         self._config, self._identity = config, identity
         self._core: VllmCore | None = None
-        self._starting: asyncio.Task[VllmCore] | None = None
+        self._starting = Tasks()
         self._limits = Limits(0, 0)
         self._expected: Layout = {}
         self._policies: dict[str, PolicyVersion] = {}
@@ -80,9 +81,8 @@ class VllmEngine:
         entries = await asyncio.to_thread(digest_directory, Path(manifest.location))
         self._expected = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         layers = self._expert_layers()
-        self._starting = asyncio.ensure_future(VllmCore.start(manifest.location, self._config, self._identity))
-        core = self._core = await self._starting
-        self._starting = None
+        start = VllmCore.start(manifest.location, self._config, self._identity)
+        core = self._core = await self._starting.run(start, "starting vLLM")
         config = core.llm.model_config
         self._limits = Limits(config.max_model_len, config.get_vocab_size(), layers)
         await self._take_label(core, manifest.policy, manifest_digest(entries))
@@ -235,9 +235,7 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """End the engine core, also in the middle of a start."""
-        if self._starting is not None and not self._starting.done():
-            self._starting.cancel()
-            await asyncio.wait({self._starting})
+        await self._starting.close()
         if self._core is not None:
             core, self._core = self._core, None
             await core.stop()
@@ -273,33 +271,33 @@ class VllmEngine:
         refuse_running(request, self._requests, self._identity.replica)
         parts = self._requests[name] = parts_of(request, produced, self._limits)
         self._usage.began(request.num_samples)
-        pending = {asyncio.ensure_future(self._answer(core, name, part)) for part in parts}
+        answers, running = asyncio.Queue[list[TokenChunk] | ConcordError](), Tasks()
+        for part in parts:
+            running.start(self._answer(core, name, part, answers), answers.put_nowait, f"request {name}")
         try:
-            while pending:
-                done, _ = await asyncio.wait({*pending, core.process.died}, return_when=asyncio.FIRST_COMPLETED)
-                answered = pending & done
-                if not answered:
-                    raise EngineError(f"request {name}: {core.obituary()}")
-                pending -= answered
-                for answer in answered:
-                    for chunk in answer.result():
-                        yield chunk
+            for _ in parts:
+                answer = await core.call(f"request {name}", answers.get())
+                if isinstance(answer, ConcordError):
+                    raise answer
+                for chunk in answer:
+                    yield chunk
         finally:
             self._usage.ended(request.num_samples)
             del self._requests[name]
             self._aborted.discard(name)
-            for answer in pending:
-                answer.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await running.close()
 
-    async def _answer(self, core: VllmCore, name: str, part: Part) -> list[TokenChunk]:
+    async def _answer(
+        self, core: VllmCore, name: str, part: Part, answers: "asyncio.Queue[list[TokenChunk] | ConcordError]"
+    ) -> None:
         if name in self._aborted:
-            return aborted_chunks(name, part, self._served())  # before vLLM knew of it
+            answers.put_nowait(aborted_chunks(name, part, self._served()))  # before vLLM knew of it
+            return
         with boundary(EngineError, f"request {name}"):
             output = await core.complete(part.prompt, part.params, part.key, priority=0)
         chunks = chunks_of(name, part, output, self._policies, self._served(), self._limits.expert_layers)
         self._usage.generated(sum(chunk.token_ids.size for chunk in chunks))
-        return chunks
+        answers.put_nowait(chunks)
 
     def _served(self) -> PolicyVersion:
         if self._policy is None:

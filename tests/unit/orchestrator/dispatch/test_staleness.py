@@ -1,5 +1,6 @@
 """The exit of the staleness window: invariant 2, orders and policies."""
 
+from random import Random
 from typing import Literal
 
 import pytest
@@ -103,7 +104,7 @@ def test_mask_keeps_a_group_while_one_token_is_young_enough() -> None:
 
 
 def test_wait_delays_the_step_that_would_make_a_running_group_too_old() -> None:
-    ready = [header(i, 3) for i in range(2)]
+    ready = [header(0, 3), header(1, 4)]
     chosen = gate(2, 2, "wait").select(pool(ready, [running(9, 3)]), trainer_version=5, committed_version=5)
     assert not chosen.batch and "d00000009" in chosen.waits_for
     assert gate(2, 2, "wait").select(pool(ready, [running(9, 4)]), trainer_version=5, committed_version=5).batch
@@ -148,3 +149,99 @@ def test_groups_of_a_replica_that_is_not_verified_for_their_policy_are_held():
     held = drop.select(ready, 1, 1, {"d00000000"})
     assert [each.dispatch_id for each in held.batch] == ["d00000001", "d00000002"]
     assert not drop.select(ready, 1, 1, {"d00000000", "d00000001"}).batch
+
+
+def finish(made: Pool, dispatch: Dispatch) -> None:
+    """A running group becomes ready, wholly sampled under the policy it was dispatched under."""
+    made.finish([header(int(dispatch.dispatch_id[1:]), dispatch.policy.version)])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_wait_takes_the_oldest_batch_where_more_groups_than_it_holds_are_at_their_last_step(batch: int) -> None:
+    """As a resume with a smaller batch or window finds them; waiting could save none of those left over, which the
+    step makes stale."""
+    over = pool([header(i, 3) for i in range(4)], [running(9, 3)])
+    chosen = gate(2, batch, "wait").select(over, trainer_version=5, committed_version=5)
+    assert [g.dispatch_id for g in chosen.batch] == [f"d{i:08d}" for i in range(batch)]
+    over.drop(g.dispatch_id for g in chosen.batch)
+    after = gate(2, batch, "wait").select(over, trainer_version=6, committed_version=6)
+    assert [g.dispatch_id for g in after.stale] == [f"d{i:08d}" for i in range(batch, 4)]
+
+
+def test_wait_holds_the_step_for_a_group_that_the_ledger_still_holds() -> None:
+    held = pool([header(0, 3, 5), header(1, 4), header(2, 4)])
+    waiting = gate(2, 2, "wait").select(held, trainer_version=5, committed_version=4)
+    assert not waiting.batch and "d00000000" in waiting.waits_for
+    chosen = gate(2, 2, "wait").select(held, trainer_version=5, committed_version=5)
+    assert [g.dispatch_id for g in chosen.batch] == ["d00000000", "d00000001"]
+
+
+VERSIONS = st.lists(st.integers(4, 8), min_size=1, max_size=3, unique=True)
+
+
+@settings(max_examples=500)
+@given(
+    eta=st.integers(0, 4),
+    batch=st.integers(1, 4),
+    policy=st.sampled_from(["drop", "mask", "wait"]),
+    order=st.sampled_from(["ready", "dispatch"]),
+    groups=st.lists(VERSIONS, max_size=10),
+    active=st.lists(st.integers(4, 8), max_size=6),
+    committed=st.integers(4, 8),
+    draw=st.randoms(use_true_random=False),
+)
+def test_no_wait_outlasts_what_runs(
+    eta: int,
+    batch: int,
+    policy: Policy,
+    order: Literal["ready", "dispatch"],
+    groups: list[list[int]],
+    active: list[int],
+    committed: int,
+    draw: Random,
+) -> None:
+    """Whatever is ready, runs or is held, and in whatever order it finishes: while a whole batch is usable, a wait is
+    for a group that may still be in it, and it is over when nothing runs any more."""
+    made = pool(
+        [header(i, *sorted(v)) for i, v in enumerate(groups)], [running(50 + i, v) for i, v in enumerate(active)]
+    )
+    rule, trainer = gate(eta, batch, policy, order), 8
+    while not (selection := rule.select(made, trainer, committed)).batch:
+        made.drop(g.dispatch_id for g in selection.stale)
+        if not made.running and committed == trainer:
+            break
+        everything = Pool(ready=dict(made.ready))
+        for dispatch in made.running.values():
+            finish(everything, dispatch)
+        at_the_end = rule.select(everything, trainer, trainer)
+        usable_now = {h.dispatch_id for h in made.ready.values() if h.newest.version <= committed}
+        if policy == "wait" and len(usable_now) >= batch:
+            assert {g.dispatch_id for g in at_the_end.batch} - usable_now, "a wait for what cannot join the batch"
+        if made.running and draw.random() < 0.7:
+            finish(made, made.running[draw.choice(sorted(made.running))])
+        else:
+            committed = min(trainer, committed + 1)
+    assert selection.batch or len(made.ready) < batch
+
+
+@settings(max_examples=300)
+@given(
+    eta=st.integers(0, 4),
+    batch=st.integers(1, 4),
+    groups=st.lists(VERSIONS, max_size=10),
+    active=st.lists(st.integers(4, 8), max_size=6),
+    committed=st.integers(4, 8),
+)
+def test_wait_leaves_a_group_to_become_stale_only_where_the_batch_is_full_of_such(
+    eta: int, batch: int, groups: list[list[int]], active: list[int], committed: int
+) -> None:
+    trainer = 8
+    made = pool(
+        [header(i, *sorted(v)) for i, v in enumerate(groups)], [running(50 + i, v) for i, v in enumerate(active)]
+    )
+    chosen = gate(eta, batch, "wait").select(made, trainer, committed)
+    taken, floor = {g.dispatch_id for g in chosen.batch}, trainer - eta
+    last_chance = [h.dispatch_id for h in made.ready.values() if h.oldest_version == floor]
+    last_chance += [d.dispatch_id for d in made.running.values() if d.policy.version == floor]
+    if taken and set(last_chance) - taken:
+        assert all(g.oldest_version == floor for g in chosen.batch)

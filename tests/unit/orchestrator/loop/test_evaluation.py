@@ -8,103 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.loop.local_fleet import LocalEvaluator, LocalFleet, QuietReporter, inputs_of
+from support.loop.evaluation_case import DEADLINE_S, Case, FakeEvaluator, report
+from support.loop.local_fleet import LocalEvaluator, LocalFleet
 from support.loop.run_record import assert_every_dispatch_ends_once, events_of
-from support.paths import MODEL
 
-from orchestrator.config import RunConfig, parse_config
 from orchestrator.deadlines import Progress
 from orchestrator.exporters.tracker_tags import STEPS, Points
 from orchestrator.exporters.trackers import Trackers
-from orchestrator.launch.launch import drive
 from orchestrator.loop.evaluation import Evaluation
 from orchestrator.observers import Observers
 from orchestrator.replicas.replicas import Replica
-from orchestrator.run_dir.layout import create_run_dir
-from orchestrator.signals.observer import NO_SINKS, Sinks
+from orchestrator.signals.observer import Sinks
 from rollout.config import EvaluationConfig
-from rollout.errors import ConcordError, ProcessLostError
 from rollout.evaluation.evaluator import Evaluates, EvaluationReport
-from rollout.types.protocols import Engine
-from rollout.types.trajectory import EngineTag
 from rollout.types.weights import PolicyVersion
-from trainer.step.scripted import ScriptedTrainer
-
-DEADLINE_S = 30.0
-
-
-class Case:
-    """One run of scripted engines with evaluations."""
-
-    def __init__(self, tmp_path: Path, *overrides: str, steps: int = 8) -> None:
-        document: dict[str, object] = {
-            "run": {"dir": str(tmp_path), "name": "run", "steps": steps, "batch_groups": 3, "group_size": 2},
-            "engine": {"type": "scripted"},
-            "trainer": {"type": "scripted"},
-            "consistency": {"mode": "off"},
-            "evaluation": {"every_steps": 3, "prompts": 5},
-            "deadlines": {"health_interval_s": 0.02},
-        }
-        self.config: RunConfig = parse_config(document, "test", overrides)
-        self.run = create_run_dir(self.config, "run")
-        self.reporter = QuietReporter()
-        self.sinks = NO_SINKS
-        self.evaluators: list[LocalEvaluator] = []
-
-    def drive(self, change: Callable[[LocalFleet], None] = lambda fleet: None) -> dict[str, Any]:
-        async def main() -> dict[str, Any]:
-            fleet = LocalFleet(self.config, self.run.path, MODEL, ScriptedTrainer(self.config.trainer))
-            self.evaluators = fleet.evaluators
-            change(fleet)
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    return await drive(
-                        self.config, self.run, inputs_of(self.config, MODEL), fleet, self.reporter, sinks=self.sinks
-                    )
-            finally:
-                await fleet.close()
-
-        return asyncio.run(main())
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in events_of(self.run.path) if event["kind"] == kind]
-
-
-class FakeEvaluator:
-    """Answers with a score a call, or raises what stands in its place; it asks no engine."""
-
-    def __init__(self, answers: list[EvaluationReport | Exception]) -> None:
-        self._answers = answers
-
-    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
-        return None
-
-    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        await asyncio.sleep(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def report(
-    score: float | None = 0.5,
-    parts: tuple[tuple[str, str], ...] = (("sampling", "greedy"),),
-    versions: tuple[int, ...] = (0,),
-) -> EvaluationReport:
-    return EvaluationReport(
-        score=score,
-        stderr=0.1,
-        prompts=5,
-        failed=0,
-        failure="",
-        length_mean=3.0,
-        tokens=15,
-        policies=tuple(PolicyVersion(1, version) for version in versions),
-        parts=parts,
-        fingerprint=str(hash(parts)),
-        seconds=0.1,
-    )
 
 
 @pytest.mark.parametrize("eta", [0, 2])
@@ -163,21 +80,6 @@ def test_version_0_is_scored_whole_however_long_that_takes_and_training_goes_on_
     ]
     assert committed == ["e1-v0"]
     assert len([event for event in case.events("step_committed") if event["number"] < first["number"]]) >= eta + 1
-
-
-def test_a_first_evaluation_that_never_answers_holds_updates_back_for_its_deadline_only(tmp_path: Path):
-    case = Case(tmp_path, "evaluation.deadline_s=0.2", "evaluation.every_steps=50")
-    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: NeverAnswers([report()])))
-    assert summary["version"] == 8
-    assert "waited 0.2 s for the evaluation of e1-v0" in case.events("evaluation_failed")[0]["reason"]
-
-
-class NeverAnswers(FakeEvaluator):
-    """As it says."""
-
-    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
 
 
 class Room:
@@ -324,43 +226,6 @@ def test_a_score_over_two_versions_is_marked_mixed_and_names_no_weights(tmp_path
     assert (event["version"], event["oldest_version"], event["mixed"], event["weights_digest"]) == (4, 3, True, None)
 
 
-def test_an_evaluation_that_dies_is_told_and_the_next_one_is_taken(tmp_path: Path):
-    case = Case(tmp_path, "evaluation.every_steps=1", steps=12)
-    answers: list[EvaluationReport | Exception] = [ProcessLostError("the evaluation is gone"), report()]
-    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator(answers)))
-    assert summary["version"] == 12
-    assert [event["reason"] for event in case.events("evaluation_failed")] == ["the evaluation is gone"]
-    assert case.events("evaluation")
-    assert len(case.evaluators) == 2
-
-
-class Unconnectable(FakeEvaluator):
-    """Its process is gone whenever it is told of an engine."""
-
-    def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
-        raise ProcessLostError("the evaluation is gone")
-
-
-def cannot_start() -> FakeEvaluator:
-    raise ConcordError("the evaluation did not start")
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [(cannot_start, "the evaluation did not start"), (lambda: Unconnectable([report()]), "the evaluation is gone")],
-)
-def test_an_evaluation_that_never_starts_ends_no_run_and_is_tried_when_it_is_due(
-    tmp_path: Path, make: Callable[[], FakeEvaluator], reason: str
-):
-    case = Case(tmp_path)
-    summary = case.drive(lambda fleet: setattr(fleet, "make_evaluator", make))
-    failed = case.events("evaluation_failed")
-    assert (summary["version"], summary["replica_restarts"], {event["reason"] for event in failed}) == (8, 0, {reason})
-    versions = [event["version"] for event in failed]
-    assert versions[0] == 0 and versions[-1] == 8
-    assert len(versions) == len(set(versions)) <= 4
-
-
 class NotesTasks(FakeEvaluator):
     """Keeps the names of the tasks that run while the last version is scored."""
 
@@ -381,46 +246,6 @@ def test_a_last_score_that_takes_long_is_no_stall_of_the_training(tmp_path: Path
     )
     assert "evaluation" in names
     assert "stall watch" not in names
-
-
-class StuckEvaluator(FakeEvaluator):
-    """Answers nothing; asks for a stop when the last version's turn has come."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        super().__init__([report()])
-        self._stop = stop
-
-    async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        if policy.version < 2:
-            return await super().evaluate(slot, policy, label)
-        self._stop()
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
-
-
-def test_a_stop_does_not_wait_for_the_last_score(tmp_path: Path):
-    case, ask = Case(tmp_path, "evaluation.every_steps=50", steps=2), list[Callable[[], None]]()
-
-    async def main() -> dict[str, Any]:
-        fleet = LocalFleet(case.config, case.run.path, MODEL, ScriptedTrainer(case.config.trainer))
-        fleet.make_evaluator = lambda: StuckEvaluator(lambda: ask[0]())
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await drive(
-                    case.config, case.run, inputs_of(case.config, MODEL), fleet, case.reporter, ask.append
-                )
-        finally:
-            await fleet.close()
-
-    assert asyncio.run(main())["version"] == 2
-    assert [event["reason"] for event in case.events("evaluation_failed")] == ["the run was stopped"]
-
-
-def test_without_a_finished_prompt_there_is_an_event_and_no_score(tmp_path: Path):
-    case = Case(tmp_path)
-    case.drive(lambda fleet: setattr(fleet, "make_evaluator", lambda: FakeEvaluator([report(score=None, versions=())])))
-    assert case.events("evaluation") == []
-    assert "prompts was finished" in case.events("evaluation_failed")[0]["reason"]
 
 
 def test_a_run_that_starts_says_what_its_prompts_are(tmp_path: Path):

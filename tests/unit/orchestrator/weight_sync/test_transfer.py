@@ -1,18 +1,16 @@
-"""Weights from GPU to GPU, without a GPU: who waits for whom, who meets where, and what a transfer that breaks off
-says."""
+"""Weights from GPU to GPU, without a GPU: who waits for whom, and what a transfer that breaks off says."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
-import torch
 from support.builders import build_tag
 from support.loop.local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
+from support.trainer.manifests import disk_manifest as manifest
 
 from actors.ports import Fleet, Started, TrainerPort, Updated
 from orchestrator.config import DeadlinesConfig, parse_config
@@ -26,37 +24,17 @@ from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
 from orchestrator.weight_sync.publication import PublicationRules, Publisher
 from orchestrator.weight_sync.transfer import GpuTransfer, Transfer
 from rollout.config import SamplingConfig, ScriptedConfig
-from rollout.engines.vllm.transfer import Rendezvous, init_info
 from rollout.errors import EngineError, UserError, WeightSyncError
 from rollout.tokenization.agreement import TokenizerIdentity
 from rollout.types.dispatch import LedgerEntry
 from rollout.types.generation import PauseMode
 from rollout.types.protocols import Store
-from rollout.types.weights import ApplyReport, Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
+from rollout.types.weights import ApplyReport, Transport, WeightManifest
 from trainer.config.trainer import WeightsConfig
 from trainer.step.scripted import ScriptedTrainer
-from trainer.weights.transfer import Transfer as RankTransfer
 
 DEADLINE_S = 20.0
-ENTRIES = tuple(TensorEntry(name=name, dtype="F32", shape=(1,), sha256="0" * 64) for name in ("a", "b", "c"))
 TOKENIZER = TokenizerIdentity(fingerprint_fields={"vocab": "0" * 64}, probes={})
-ORDER = {"c": 0, "a": 1, "b": 2}
-
-
-def manifest(version: int, transport: Transport = Transport.DISK, location: str = "/run/weights") -> WeightManifest:
-    canary = Canary(token_ids=np.zeros(2, dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32))
-    return WeightManifest(
-        policy=PolicyVersion(1, version),
-        transport=transport,
-        location=location,
-        tensors=ENTRIES,
-        digest="d",
-        canary=canary,
-        num_bytes=12,
-    )
-
-
-# --- the driver ------------------------------------------------------------------------------------------------------
 
 
 class Port:
@@ -322,104 +300,3 @@ def test_each_transport_has_a_placement() -> None:
             f"trainer.num_gpus={gpus}",
         )
         assert parse_config({}, "test", overrides).weights.transport == transport
-
-
-# --- a trainer rank --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Connection:
-    """An open sender."""
-
-    meeting: Rendezvous
-    names: list[str]
-    broken: bool = False
-    sent: int = 0
-    closed: bool = False
-
-    def send(self) -> None:
-        if self.broken:
-            raise RuntimeError("ncclRemoteError")
-        self.sent += 1
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Rank:
-    """A rank's transfer, and every connection that it has opened."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.connections: list[Connection] = []
-        self.broken = False
-        self.transfer = RankTransfer(transport, 0, torch.device("cpu"), self._source, self._connect)
-
-    def _source(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
-
-    def _connect(self, meeting: Rendezvous, manifest: WeightManifest, rank: int, source: object) -> Connection:
-        self.connections.append(Connection(meeting, [entry.name for entry in manifest.tensors], self.broken))
-        return self.connections[-1]
-
-    def update(self, *members: tuple[int, int], place: str = "127.0.0.1", version: int = 1) -> WeightManifest:
-        announced = self.transfer.open(manifest(version), ORDER, members, 2, place)
-        self.transfer.send(announced)
-        return announced
-
-
-def test_a_transfer_keeps_policy_and_digest_and_lists_tensors_as_they_are_sent() -> None:
-    announced = Rank(Transport.NCCL).update((0, 1))
-    assert [entry.name for entry in announced.tensors] == ["c", "a", "b"]
-    assert (announced.policy, announced.digest, announced.transport) == (PolicyVersion(1, 1), "d", Transport.NCCL)
-
-
-def test_a_group_is_kept_while_its_members_are_the_same() -> None:
-    rank = Rank(Transport.NCCL)
-    locations = [rank.update((0, 1), (1, 1), version=version).location for version in (1, 2)]
-    assert locations[0] == locations[1]
-    assert [connection.sent for connection in rank.connections] == [2]
-
-
-def test_a_new_incarnation_makes_a_new_group_and_ends_the_old_one() -> None:
-    rank = Rank(Transport.NCCL)
-    rank.update((0, 1), (1, 1))
-    rank.update((0, 1), (1, 2))
-    assert [(c.sent, c.closed) for c in rank.connections] == [(1, True), (1, False)]
-    assert rank.connections[0].meeting.port != rank.connections[1].meeting.port
-
-
-def test_a_group_without_the_dead_has_room_for_the_living_only() -> None:
-    meeting = Rendezvous.parse(Rank(Transport.NCCL).update((0, 1), (2, 4)).location)
-    assert (meeting.world_size, meeting.first_ranks) == (5, (0, 4))
-    assert [init_info(meeting, first_rank)["rank_offset"] for first_rank in (0, 4)] == [1, 3]
-    with pytest.raises(EngineError, match="first rank is 2"):
-        init_info(meeting, 2)
-
-
-def test_after_a_broken_transfer_the_next_one_meets_elsewhere() -> None:
-    rank = Rank(Transport.NCCL)
-    rank.broken = True
-    with pytest.raises(WeightSyncError, match="ncclRemoteError"):
-        rank.update((0, 1))
-    rank.broken = False
-    rank.update((0, 1))
-    assert rank.connections[0].meeting != rank.connections[1].meeting
-
-
-def test_exports_are_let_go_of_by_the_next_step_and_a_group_is_not(tmp_path: Path) -> None:
-    ipc, nccl = Rank(Transport.IPC), Rank(Transport.NCCL)
-    ipc.update((0, 1), place=str(tmp_path))
-    nccl.update((0, 1))
-    for rank in (ipc, nccl):
-        rank.transfer.release()
-    assert ipc.connections[0].closed
-    assert not nccl.connections[0].closed
-
-
-def test_engines_never_find_the_exports_of_an_earlier_version(tmp_path: Path) -> None:
-    place = tmp_path / "a #1 run"
-    place.mkdir()
-    (place / "rank7.handles").write_bytes(b"old")
-    announced = Rank(Transport.IPC).update((0, 1), place=str(place))
-    assert Rendezvous.parse(announced.location).path == str(place)
-    assert list(place.iterdir()) == []

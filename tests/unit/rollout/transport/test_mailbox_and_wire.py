@@ -46,7 +46,7 @@ class Post:
     def __init__(self) -> None:
         self.submits: list[int] = []
         self.collects = 0
-        self.lost = False
+        self.lost: Exception | None = None
         self.gate = asyncio.Event()
         self.inbox: Inbox[int, int] = Inbox(self.work)
         self.outbox: Outbox[int, int] = Outbox(self.submit, self.collect)
@@ -54,6 +54,10 @@ class Post:
     async def work(self, job: int) -> int:
         if job < 0:
             raise EngineError(f"job {job} failed")
+        if job == 77:
+            raise ValueError("seventy-seven")
+        if job == 88:
+            raise asyncio.CancelledError  # as from a future that somebody else cancelled
         if job == 99:
             await self.gate.wait()
         return job * 2
@@ -63,8 +67,8 @@ class Post:
         self.inbox.submit("client", jobs)
 
     async def collect(self) -> Sequence[tuple[int, int | ConcordError]]:
-        if self.lost:
-            raise ProcessLostError("the partner is gone")
+        if self.lost is not None:
+            raise self.lost
         self.collects += 1
         return await self.inbox.collect("client")
 
@@ -85,10 +89,12 @@ def test_a_job_that_fails_fails_alone() -> None:
     async def main() -> None:
         post = Post()
         async with asyncio.timeout(10.0):
-            answers = await asyncio.gather(*(post.outbox.ask(n) for n in (1, -5, 3)), return_exceptions=True)
+            answers = await asyncio.gather(*(post.outbox.ask(n) for n in (1, -5, 3, 77, 88)), return_exceptions=True)
         assert answers[0] == 2
         assert answers[2] == 6
         assert isinstance(answers[1], EngineError)
+        assert isinstance(answers[3], ConcordError) and "ValueError: seventy-seven" in str(answers[3])
+        assert isinstance(answers[4], ConcordError) and "cancelled" in str(answers[4])
 
     asyncio.run(main())
 
@@ -106,13 +112,15 @@ def test_a_slow_job_holds_up_no_other() -> None:
     asyncio.run(main())
 
 
-def test_all_askers_learn_that_the_partner_is_gone() -> None:
+@pytest.mark.parametrize("lost", [ProcessLostError("the partner is gone"), OSError("the partner is gone")])
+def test_all_askers_learn_that_the_partner_is_gone(lost: Exception) -> None:
     async def main() -> None:
         post = Post()
-        post.lost = True
+        post.lost = lost
         async with asyncio.timeout(10.0):
             answers = await asyncio.gather(*(post.outbox.ask(n) for n in (99, 99)), return_exceptions=True)
-        assert all(isinstance(answer, ProcessLostError) for answer in answers)
+        expected = ProcessLostError if isinstance(lost, ProcessLostError) else ConcordError
+        assert all(isinstance(answer, expected) and "is gone" in str(answer) for answer in answers)
 
     asyncio.run(main())
 
