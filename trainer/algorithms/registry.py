@@ -2,10 +2,14 @@
 
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.rloo import Rloo
-from trainer.config.trainer import AlgorithmConfig, GrpoConfig
+from trainer.config.trainer import AlgorithmConfig, GrpoConfig, RlooConfig
 from trainer.types.protocols import Algorithm
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     """The algorithm that `config` names."""
-    return Grpo(config) if isinstance(config, GrpoConfig) else Rloo(config)
+    match config:
+        case GrpoConfig():
+            return Grpo(config)
+        case RlooConfig():
+            return Rloo(config)

@@ -31,6 +31,8 @@ class TrainingBatch:
     """Trajectories that lost some tokens, or all."""
     zero_variance_groups: int
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
+    advantage_std: float
+    """Standard deviation over the trajectories of each one's mean advantage; 0 where there is none."""
     old_logprob_source: OldLogprobSource
     reward_parts: tuple[tuple[str, float], ...]
     """(part, mean over the trajectories whose reward has it), in order of first appearance."""
@@ -49,9 +51,10 @@ class _Kept:
     evidence: TrajectoryEvidence | None
     mask: NDArray[np.bool_]
     """[T] terms in the loss."""
-    terms: int
-    """Terms in the denominators."""
-    advantage: float
+    counted: NDArray[np.bool_]
+    """[T] terms in the denominators."""
+    advantages: NDArray[np.float32]
+    """[T]"""
 
 
 def build_batch(
@@ -78,22 +81,23 @@ def build_batch(
     masked: set[str] = set()
     flat_groups = 0
     for audited in groups:
-        advantages = algorithm.advantages(audited.group.rewards)
-        flat_groups += not np.any(advantages)
+        advantages = algorithm.advantages(audited.group)
+        flat_groups += not any(np.any(each) for each in advantages)
         trajectories = audited.group.trajectories
         evidences = audited.evidence.trajectories if audited.evidence is not None else (None,) * len(trajectories)
-        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages.tolist(), strict=True):
+        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages, strict=True):
             out = evidence is not None and quarantined_by_search(evidence)
             counted = _loss_mask(trajectory, evidence, oldest_version, Verdict.MASK if out else None)
             mask = np.zeros_like(counted) if out else counted
-            terms = int(np.count_nonzero(counted))
             if np.count_nonzero(mask) < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
-            if terms:
+            if counted.any():
+                each = _for_each_token(advantage, trajectory)
                 kept.append(
-                    _Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage)
+                    _Kept(trajectory=trajectory, evidence=evidence, mask=mask, counted=counted, advantages=each)
                 )
-    counts = [each.terms for each in kept]
+    counts = [int(np.count_nonzero(each.counted)) for each in kept]
+    means = [float(each.advantages[each.counted].mean(dtype=np.float64)) for each in kept]
     total = sum(counts)
     weights = (
         [1.0 / max(1, total)] * len(counts)
@@ -106,6 +110,7 @@ def build_batch(
         temperature=_temperature([each.trajectory for each in kept]),
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
+        advantage_std=float(np.std(means)) if means else 0.0,
         old_logprob_source=source,
         reward_parts=reward_parts(audited.group for audited in groups),
     )
@@ -117,6 +122,20 @@ def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], 
     for part, value in (pair for group in groups for reward in group.rewards for pair in reward.parts):
         values.setdefault(part, []).append(value)
     return tuple((part, float(np.mean(given))) for part, given in values.items())
+
+
+def _for_each_token(advantage: NDArray[np.float32], trajectory: Trajectory) -> NDArray[np.float32]:
+    """[T] from one advantage for the trajectory, or from [T].
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if advantage.shape not in ((), trajectory.token_ids.shape):
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: advantages of shape {advantage.shape} for "
+            f"{trajectory.token_ids.size} tokens; expected one number, or one for each token"
+        )
+    return np.broadcast_to(advantage, trajectory.token_ids.shape)
 
 
 def _loss_mask(
@@ -155,7 +174,7 @@ def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSam
         old_logprobs=old,
         old_logprob_source=source,
         rollout_logprobs=rollout,
-        advantage=kept.advantage,
+        advantages=kept.advantages,
         token_weight=weight,
         suspects=() if evidence is None else evidence.suspects,
         routing=trajectory.routing,
