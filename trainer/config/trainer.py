@@ -78,7 +78,22 @@ class RlooConfig(AlgorithmSection):
     type: Literal["rloo"] = "rloo"
 
 
-AlgorithmConfig = Annotated[GrpoConfig | RlooConfig, Field(discriminator="type")]
+class GspoConfig(GroupRelativeSection):
+    """Group-relative advantages as in `grpo`; the importance ratio is the sequence's, the geometric mean over its
+    tokens, and a sequence is clipped whole (GSPO)."""
+
+    couples_tokens: ClassVar[bool] = True
+    type: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 3e-4
+    """A sequence's ratio is clipped at 1 - this."""
+    clip_high: PositiveFloat = 4e-4
+    """A sequence's ratio is clipped at 1 + this."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    """sequence_mean: every trajectory 1/S, its tokens alike, as published; token_mean: every token of the batch weighs
+    1/N."""
+
+
+AlgorithmConfig = Annotated[GrpoConfig | RlooConfig | GspoConfig, Field(discriminator="type")]
 
 
 def check_algorithm(algorithm: AlgorithmConfig, group_size: int, consistency: ConsistencyConfig) -> None:
