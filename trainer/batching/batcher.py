@@ -2,15 +2,15 @@
 knows no model."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.types.trajectory import LogprobSemantics, Trajectory, TrajectoryGroup
+from rollout.types.trajectory import EngineTag, LogprobSemantics, Trajectory, TrajectoryGroup
 from trainer.batching.quarantine import quarantined_by_search
 from trainer.types.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.types.protocols import Algorithm
@@ -43,20 +43,6 @@ class TrainingBatch:
         return math.fsum(int(np.count_nonzero(sample.loss_mask)) * sample.token_weight**2 for sample in self.samples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kept:
-    """A trajectory that counts in the denominators."""
-
-    trajectory: Trajectory
-    evidence: TrajectoryEvidence | None
-    mask: NDArray[np.bool_]
-    """[T] terms in the loss."""
-    counted: NDArray[np.bool_]
-    """[T] terms in the denominators."""
-    advantages: NDArray[np.float32]
-    """[T]"""
-
-
 def build_batch(
     groups: Sequence[AuditedGroup],
     algorithm: Algorithm,
@@ -77,8 +63,11 @@ def build_batch(
             sampled from.
         ValueError: `source` is recomputed and a token of the loss was not scored.
     """
-    kept: list[_Kept] = []
+    samples: list[TrainingSample] = []
+    counts: list[int] = []
+    means: list[float] = []
     masked: set[str] = set()
+    tags: set[EngineTag] = set()
     flat_groups = 0
     for audited in groups:
         advantages = algorithm.advantages(audited.group)
@@ -92,12 +81,11 @@ def build_batch(
             if np.count_nonzero(mask) < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
             if counted.any():
-                each = _for_each_token(advantage, trajectory)
-                kept.append(
-                    _Kept(trajectory=trajectory, evidence=evidence, mask=mask, counted=counted, advantages=each)
-                )
-    counts = [int(np.count_nonzero(each.counted)) for each in kept]
-    means = [float(each.advantages[each.counted].mean(dtype=np.float64)) for each in kept]
+                each_token = _for_each_token(advantage, trajectory)
+                samples.append(_sample(trajectory, evidence, mask, each_token, source))
+                tags.add(trajectory.tag)
+                counts.append(int(np.count_nonzero(counted)))
+                means.append(float(each_token[counted].mean(dtype=np.float64)))
     total = sum(counts)
     weights = (
         [1.0 / max(1, total)] * len(counts)
@@ -105,9 +93,9 @@ def build_batch(
         else [1.0 / (len(counts) * count) for count in counts]
     )
     return TrainingBatch(
-        samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
-        num_tokens=sum(int(np.count_nonzero(each.mask)) for each in kept),
-        temperature=_temperature([each.trajectory for each in kept]),
+        samples=tuple(replace(sample, token_weight=weight) for sample, weight in zip(samples, weights, strict=True)),
+        num_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples),
+        temperature=_temperature(tags),
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
         advantage_std=float(np.std(means)) if means else 0.0,
@@ -155,8 +143,14 @@ def _loss_mask(
     return mask
 
 
-def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSample:
-    trajectory, evidence, mask = kept.trajectory, kept.evidence, kept.mask
+def _sample(
+    trajectory: Trajectory,
+    evidence: TrajectoryEvidence | None,
+    mask: NDArray[np.bool_],
+    advantages: NDArray[np.float32],
+    source: OldLogprobSource,
+) -> TrainingSample:
+    """Without a weight: that is known when the whole batch is counted."""
     rollout = np.where(mask, trajectory.rollout_logprobs, np.float32(0))
     old = rollout
     if source is OldLogprobSource.RECOMPUTED:
@@ -174,15 +168,14 @@ def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSam
         old_logprobs=old,
         old_logprob_source=source,
         rollout_logprobs=rollout,
-        advantages=kept.advantages,
-        token_weight=weight,
+        advantages=advantages,
+        token_weight=0.0,
         suspects=() if evidence is None else evidence.suspects,
         routing=trajectory.routing,
     )
 
 
-def _temperature(trajectories: Sequence[Trajectory]) -> float:
-    tags = {trajectory.tag for trajectory in trajectories}
+def _temperature(tags: Collection[EngineTag]) -> float:
     temperatures = sorted({tag.temperature for tag in tags})
     if len(temperatures) > 1:
         raise UserError(

@@ -169,7 +169,7 @@ class PolicyTrainer:
             done,
             clock,
             taken_out,
-            names=self._algorithm.statistics,
+            statistics=self._algorithm.statistics,
             has_reference=self._config.algorithm.kl_coef > 0,
         )
         return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
@@ -303,13 +303,11 @@ def _report(
     clock: PhaseClock,
     quarantined: tuple[Quarantined, ...],
     *,
-    names: Sequence[str],
+    statistics: Sequence[str],
     has_reference: bool,
 ) -> StepReport:
-    """`names` are those of the algorithm's statistics."""
     sums, optimizer = done.totals, done.optimizer
     tokens = max(1.0, sums["tokens"])
-    statistics = {name: sums[name] / tokens for name in names}
     expected, replayed = sums["routing_expected"], sums["routing_replayed"]
     return StepReport(
         policy=request.policy,
@@ -320,8 +318,8 @@ def _report(
         num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
         num_micro_batches=len(micro_batches[0]),
         policy_entropy=sums["entropy"] / tokens,
-        clip_fraction_low=statistics.get("clip_fraction_low", 0.0),
-        clip_fraction_high=statistics.get("clip_fraction_high", 0.0),
+        clip_fraction_low=sums.get("clip_fraction_low", 0.0) / tokens,
+        clip_fraction_high=sums.get("clip_fraction_high", 0.0) / tokens,
         approx_kl=sums["approx_kl"] / tokens,
         mean_abs_logprob_difference=sums["logprob_difference"] / tokens,
         reference_kl=sums["reference_kl"] / tokens,
@@ -346,7 +344,7 @@ def _report(
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,
-        statistics=tuple(statistics.items()),
+        statistics=tuple((name, sums[name] / tokens) for name in statistics),
         reward_parts=batch.reward_parts,
         reference_kls=tuple(
             (estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference
