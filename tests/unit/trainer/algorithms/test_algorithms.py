@@ -24,7 +24,7 @@ GROUPS = {
 
 
 def advantages(config: GrpoConfig | RlooConfig, *totals: float) -> NDArray[np.float32]:
-    return build_algorithm(config).advantages(build_group(rewards=totals))
+    return np.asarray(build_algorithm(config).advantages(build_group(rewards=totals)))
 
 
 def tokens(old: Tensor, advantage: Tensor) -> LossTokens:
