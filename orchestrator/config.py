@@ -32,7 +32,7 @@ from rollout.errors import UserError
 from rollout.faults.checks import FaultSurroundings, check_faults
 from rollout.faults.config import FaultsConfig
 from trainer.config.consistency import ConsistencyConfig, NoCorrection
-from trainer.config.trainer import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig
+from trainer.config.trainer import ModelConfig, TinyModelConfig, TrainerConfig, WeightsConfig, check_algorithm
 
 
 class RunSection(Section):
@@ -147,11 +147,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:
-        if self.run.group_size == 1 and self.trainer.algorithm.type in ("grpo", "rloo"):
-            raise ValueError(
-                f"got run.group_size = 1 with trainer.algorithm.type = {self.trainer.algorithm.type!r}, whose "
-                "advantages compare the members of a group; set run.group_size to 2 or more"
-            )
+        check_algorithm(self.trainer.algorithm, self.run.group_size, self.consistency)
         trajectories = self.run.batch_groups * self.run.group_size
         if trajectories % self.trainer.ranks:
             raise ValueError(

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout.types.trajectory import Reward
 from trainer.algorithms.grpo import Grpo
 from trainer.config.consistency import CorrectionConfig, NoCorrection
 from trainer.config.trainer import GrpoConfig
@@ -23,7 +21,7 @@ from trainer.loss.policy_loss import PolicyLoss, loss_tokens
 from trainer.model.blocks import block_norms, gradients_of, named_blocks
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, reshard, shard_model
-from trainer.types.protocols import LossInputs
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch
 
 VOCABULARY = 24
@@ -52,21 +50,17 @@ def small_model(
     return shard_model(PolicyModel(network.eval(), chunk_tokens=64), ranks, dtype)
 
 
-class Spiking:
+class Spiking(Grpo):
     """GRPO whose terms are scaled where a spike was planted: a rollout log-prob above 0 is the factor, and the ratio
     stays normal."""
 
     def __init__(self) -> None:
-        self._inner = Grpo(
-            GrpoConfig(clip_low=1e6, clip_high=1e6)
-        )  # dropout moves ratios, and a clipped term has no gradient
+        # Dropout moves ratios, and a clipped term has no gradient.
+        super().__init__(GrpoConfig(clip_low=1e6, clip_high=1e6))
 
-    def advantages(self, rewards: Sequence[Reward]) -> NDArray[np.float32]:
-        return self._inner.advantages(rewards)
-
-    def loss(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        factor: Tensor = inputs.rollout_logprobs  # pyright: ignore[reportAttributeAccessIssue]
-        return self._inner.loss(logprobs, inputs) * torch.where(factor <= 0, torch.ones_like(factor), factor)
+    def loss(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        factor = tokens.rollout_logprobs
+        return super().loss(logprobs, tokens) * torch.where(factor <= 0, torch.ones_like(factor), factor)
 
 
 def spiking_loss(correction: CorrectionConfig | None = None) -> PolicyLoss:
@@ -92,7 +86,7 @@ def random_step(
                 loss_mask=mask,
                 old_logprobs=logprobs,
                 rollout_logprobs=logprobs.copy(),
-                advantages=rng.choice([-1.0, 1.0], rows).astype(np.float32),
+                advantages=np.repeat(rng.choice([-1.0, 1.0], (rows, 1)), width, axis=1).astype(np.float32),
                 token_weights=np.ones(rows, dtype=np.float32),
                 trajectory_ids=tuple(f"t-{seed}-{number}-{row}" for row in range(rows)),
                 lengths=tuple(int(length) for length in lengths),

@@ -2,15 +2,15 @@
 knows no model."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import UserError
-from rollout.types.trajectory import LogprobSemantics, Trajectory, TrajectoryGroup
+from rollout.types.trajectory import EngineTag, LogprobSemantics, Trajectory, TrajectoryGroup
 from trainer.batching.quarantine import quarantined_by_search
 from trainer.types.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.types.protocols import Algorithm
@@ -31,6 +31,8 @@ class TrainingBatch:
     """Trajectories that lost some tokens, or all."""
     zero_variance_groups: int
     """Groups whose advantages are all 0: they count in the denominators and add no gradient."""
+    advantage_std: float
+    """Standard deviation over the trajectories of each one's mean advantage; 0 where there is none."""
     old_logprob_source: OldLogprobSource
     reward_parts: tuple[tuple[str, float], ...]
     """(part, mean over the trajectories whose reward has it), in order of first appearance."""
@@ -39,19 +41,6 @@ class TrainingBatch:
     def weight_square(self) -> float:
         """Sum of the squared weights of all terms."""
         return math.fsum(int(np.count_nonzero(sample.loss_mask)) * sample.token_weight**2 for sample in self.samples)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kept:
-    """A trajectory that counts in the denominators."""
-
-    trajectory: Trajectory
-    evidence: TrajectoryEvidence | None
-    mask: NDArray[np.bool_]
-    """[T] terms in the loss."""
-    terms: int
-    """Terms in the denominators."""
-    advantage: float
 
 
 def build_batch(
@@ -74,26 +63,29 @@ def build_batch(
             sampled from.
         ValueError: `source` is recomputed and a token of the loss was not scored.
     """
-    kept: list[_Kept] = []
+    samples: list[TrainingSample] = []
+    counts: list[int] = []
+    means: list[float] = []
     masked: set[str] = set()
+    tags: set[EngineTag] = set()
     flat_groups = 0
     for audited in groups:
-        advantages = algorithm.advantages(audited.group.rewards)
-        flat_groups += not np.any(advantages)
+        advantages = algorithm.advantages(audited.group)
+        flat_groups += not any(np.any(each) for each in advantages)
         trajectories = audited.group.trajectories
         evidences = audited.evidence.trajectories if audited.evidence is not None else (None,) * len(trajectories)
-        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages.tolist(), strict=True):
+        for trajectory, evidence, advantage in zip(trajectories, evidences, advantages, strict=True):
             out = evidence is not None and quarantined_by_search(evidence)
             counted = _loss_mask(trajectory, evidence, oldest_version, Verdict.MASK if out else None)
             mask = np.zeros_like(counted) if out else counted
-            terms = int(np.count_nonzero(counted))
             if np.count_nonzero(mask) < trajectory.num_sampled:
                 masked.add(trajectory.trajectory_id)
-            if terms:
-                kept.append(
-                    _Kept(trajectory=trajectory, evidence=evidence, mask=mask, terms=terms, advantage=advantage)
-                )
-    counts = [each.terms for each in kept]
+            if counted.any():
+                each_token = _for_each_token(advantage, trajectory)
+                samples.append(_sample(trajectory, evidence, mask, each_token, source))
+                tags.add(trajectory.tag)
+                counts.append(int(np.count_nonzero(counted)))
+                means.append(float(each_token[counted].mean(dtype=np.float64)))
     total = sum(counts)
     weights = (
         [1.0 / max(1, total)] * len(counts)
@@ -101,11 +93,12 @@ def build_batch(
         else [1.0 / (len(counts) * count) for count in counts]
     )
     return TrainingBatch(
-        samples=tuple(_sample(each, weight, source) for each, weight in zip(kept, weights, strict=True)),
-        num_tokens=sum(int(np.count_nonzero(each.mask)) for each in kept),
-        temperature=_temperature([each.trajectory for each in kept]),
+        samples=tuple(replace(sample, token_weight=weight) for sample, weight in zip(samples, weights, strict=True)),
+        num_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples),
+        temperature=_temperature(tags),
         masked_ids=frozenset(masked),
         zero_variance_groups=flat_groups,
+        advantage_std=float(np.std(means)) if means else 0.0,
         old_logprob_source=source,
         reward_parts=reward_parts(audited.group for audited in groups),
     )
@@ -117,6 +110,20 @@ def reward_parts(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[str, float], 
     for part, value in (pair for group in groups for reward in group.rewards for pair in reward.parts):
         values.setdefault(part, []).append(value)
     return tuple((part, float(np.mean(given))) for part, given in values.items())
+
+
+def _for_each_token(advantage: NDArray[np.float32], trajectory: Trajectory) -> NDArray[np.float32]:
+    """[T] from one advantage for the trajectory, or from [T].
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if advantage.shape not in ((), trajectory.token_ids.shape):
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: advantages of shape {advantage.shape} for "
+            f"{trajectory.token_ids.size} tokens; expected one number, or one for each token"
+        )
+    return np.broadcast_to(advantage, trajectory.token_ids.shape)
 
 
 def _loss_mask(
@@ -136,8 +143,14 @@ def _loss_mask(
     return mask
 
 
-def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSample:
-    trajectory, evidence, mask = kept.trajectory, kept.evidence, kept.mask
+def _sample(
+    trajectory: Trajectory,
+    evidence: TrajectoryEvidence | None,
+    mask: NDArray[np.bool_],
+    advantages: NDArray[np.float32],
+    source: OldLogprobSource,
+) -> TrainingSample:
+    """Without a weight: that is known when the whole batch is counted."""
     rollout = np.where(mask, trajectory.rollout_logprobs, np.float32(0))
     old = rollout
     if source is OldLogprobSource.RECOMPUTED:
@@ -155,15 +168,14 @@ def _sample(kept: _Kept, weight: float, source: OldLogprobSource) -> TrainingSam
         old_logprobs=old,
         old_logprob_source=source,
         rollout_logprobs=rollout,
-        advantage=kept.advantage,
-        token_weight=weight,
+        advantages=advantages,
+        token_weight=0.0,
         suspects=() if evidence is None else evidence.suspects,
         routing=trajectory.routing,
     )
 
 
-def _temperature(trajectories: Sequence[Trajectory]) -> float:
-    tags = {trajectory.tag for trajectory in trajectories}
+def _temperature(tags: Collection[EngineTag]) -> float:
     temperatures = sorted({tag.temperature for tag in tags})
     if len(temperatures) > 1:
         raise UserError(

@@ -2,8 +2,10 @@
 Deterministic; numpy only."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.types.step import MicroBatch, TrainingSample
 
@@ -55,26 +57,23 @@ def _split_to(batches: list[list[TrainingSample]], number: int) -> list[list[Tra
 
 def micro_batch_of(rows: Sequence[TrainingSample]) -> MicroBatch:
     """One micro-batch of these rows; of none, a filler row without a loss token."""
-    shape = (max(1, len(rows)), max((row.token_ids.size for row in rows), default=_FILLER_TOKENS))
-    token_ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
-    old, rollout = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
-    advantages, weights = np.zeros(shape[0], dtype=np.float32), np.zeros(shape[0], dtype=np.float32)
-    for index, row in enumerate(rows):
-        length = row.token_ids.size
-        token_ids[index, :length] = row.token_ids
-        mask[index, :length] = row.loss_mask
-        old[index, :length] = row.old_logprobs
-        rollout[index, :length] = row.rollout_logprobs
-        advantages[index] = row.advantage
-        weights[index] = row.token_weight
+    width = max((row.token_ids.size for row in rows), default=_FILLER_TOKENS)
     return MicroBatch(
-        token_ids=token_ids,
-        loss_mask=mask,
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        advantages=advantages,
-        token_weights=weights,
+        token_ids=_padded([row.token_ids for row in rows], width, np.int64),
+        loss_mask=_padded([row.loss_mask for row in rows], width, np.bool_),
+        old_logprobs=_padded([row.old_logprobs for row in rows], width, np.float32),
+        rollout_logprobs=_padded([row.rollout_logprobs for row in rows], width, np.float32),
+        advantages=_padded([row.advantages for row in rows], width, np.float32),
+        token_weights=np.array([row.token_weight for row in rows] or [0], dtype=np.float32),
         trajectory_ids=tuple(row.trajectory_id for row in rows) or ("",),
         lengths=tuple(row.token_ids.size for row in rows) or (0,),
         routing=tuple(row.routing for row in rows) or (None,),
     )
+
+
+def _padded(rows: Sequence[NDArray[Any]], width: int, dtype: type[np.generic]) -> NDArray[Any]:
+    """[B, width] rows of different lengths with zeros behind them; one row of zeros for none."""
+    result = np.zeros((max(1, len(rows)), width), dtype=dtype)
+    for index, row in enumerate(rows):
+        result[index, : row.size] = row
+    return result

@@ -1,6 +1,6 @@
 """Config of the consistency service: when it scores, what it corrects, and from where on it complains. Torch-free."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -10,6 +10,10 @@ from rollout.config import Section
 class CorrectionSection(Section):
     """What every correction has. All bounds are importance ratios."""
 
+    couples_tokens: ClassVar[bool] = False
+    """Whether a token's weight depends on the other loss tokens of its sequence; with a veto it always does."""
+    carries_ratio: ClassVar[bool] = False
+    """Whether a weight is the ratio itself; else it only keeps or drops."""
     veto: PositiveFloat | None = None
     """A sequence with any ratio below this leaves the loss whole; None is off (1e-4 is usual)."""
 
@@ -23,6 +27,7 @@ class NoCorrection(CorrectionSection):
 class TisConfig(CorrectionSection):
     """Truncated importance sampling: min(ratio, cap), token by token."""
 
+    carries_ratio: ClassVar[bool] = True
     type: Literal["tis"] = "tis"
     cap: PositiveFloat = 2.0
     """Largest weight."""
@@ -44,6 +49,7 @@ class BandSection(CorrectionSection):
 class IcePopConfig(BandSection):
     """The ratio where low <= ratio <= high, else 0, token by token."""
 
+    carries_ratio: ClassVar[bool] = True
     type: Literal["icepop"] = "icepop"
     low: PositiveFloat = 0.5
     """Least ratio that keeps a token."""
@@ -54,6 +60,7 @@ class IcePopConfig(BandSection):
 class MisTokenConfig(BandSection):
     """Masked importance sampling by token: the ratio inside the band, else 0; inclusive."""
 
+    carries_ratio: ClassVar[bool] = True
     type: Literal["mis_token"] = "mis_token"
     low: PositiveFloat = 0.5
     """Least ratio that keeps a token."""
@@ -69,6 +76,8 @@ class MisSequenceConfig(BandSection):
     normalised by length.
     """
 
+    couples_tokens: ClassVar[bool] = True
+    carries_ratio: ClassVar[bool] = True
     type: Literal["mis_sequence"] = "mis_sequence"
     low: PositiveFloat = 0.5
     """Least product that keeps a sequence."""
@@ -79,6 +88,7 @@ class MisSequenceConfig(BandSection):
 class SeqClipConfig(BandSection):
     """Keep a sequence only where low < geometric mean of its ratios < high; kept tokens weigh 1."""
 
+    couples_tokens: ClassVar[bool] = True
     type: Literal["seq_clip"] = "seq_clip"
     low: PositiveFloat = 0.995
     """Least geometric mean, exclusive."""
@@ -89,6 +99,7 @@ class SeqClipConfig(BandSection):
 class GeoRsConfig(BandSection):
     """As `seq_clip`, bounds inclusive."""
 
+    couples_tokens: ClassVar[bool] = True
     type: Literal["geo_rs"] = "geo_rs"
     low: PositiveFloat = 0.99
     """Least geometric mean, inclusive."""
@@ -100,6 +111,7 @@ class OpsmConfig(CorrectionSection):
     """Off-policy sequence masking: drop a sequence with a negative advantage whose mean(log pi_old - log pi_now) is
     above delta."""
 
+    couples_tokens: ClassVar[bool] = True
     type: Literal["opsm"] = "opsm"
     delta: NonNegativeFloat = 1e-4
     """Nats."""
@@ -109,6 +121,7 @@ class DecoupledConfig(CorrectionSection):
     """Decoupled surrogate: (pi_prox / pi_behaviour, at most cap) x the clipped (pi_theta / pi_prox), where pi_prox is
     the policy at the start of the step."""
 
+    carries_ratio: ClassVar[bool] = True
     type: Literal["decoupled"] = "decoupled"
     cap: PositiveFloat | None = None
     """Largest weight; None leaves it unbounded."""

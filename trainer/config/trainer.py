@@ -1,11 +1,12 @@
 """Config of the trainer room. Torch-free; frozen; unknown keys are errors."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rollout.config import Section
+from trainer.config.consistency import ConsistencyConfig
 from trainer.config.gradloc import GradLocConfig
 
 
@@ -37,6 +38,11 @@ ModelConfig = Annotated[TinyModelConfig | LocalModelConfig, Field(discriminator=
 class AlgorithmSection(Section):
     """What every policy-gradient algorithm here has: the clipped surrogate and its aggregation."""
 
+    couples_tokens: ClassVar[bool] = False
+    """Whether a token's term depends on the other loss tokens of its sequence."""
+    compares_group: ClassVar[bool] = True
+    """Whether advantages need two trajectories of a prompt or more."""
+
     clip_low: PositiveFloat = 0.2
     """The importance ratio is clipped at 1 - this."""
     clip_high: PositiveFloat = 0.28
@@ -51,14 +57,19 @@ class AlgorithmSection(Section):
     """Weight of the entropy bonus."""
 
 
-class GrpoConfig(AlgorithmSection):
+class GroupRelativeSection(AlgorithmSection):
     """Group-relative advantages: (reward - mean) / (sample standard deviation + epsilon)."""
 
-    type: Literal["grpo"] = "grpo"
     std_epsilon: NonNegativeFloat = 1e-4
     """Added to the standard deviation."""
     normalize_std: bool = True
     """False leaves the division out (Dr. GRPO)."""
+
+
+class GrpoConfig(GroupRelativeSection):
+    """Group-relative advantages: (reward - mean) / (sample standard deviation + epsilon)."""
+
+    type: Literal["grpo"] = "grpo"
 
 
 class RlooConfig(AlgorithmSection):
@@ -67,7 +78,48 @@ class RlooConfig(AlgorithmSection):
     type: Literal["rloo"] = "rloo"
 
 
-AlgorithmConfig = Annotated[GrpoConfig | RlooConfig, Field(discriminator="type")]
+class GspoConfig(GroupRelativeSection):
+    """Group-relative advantages as in `grpo`; the importance ratio is the sequence's, the geometric mean over its
+    tokens, and a sequence is clipped whole (GSPO)."""
+
+    couples_tokens: ClassVar[bool] = True
+    type: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 3e-4
+    """A sequence's ratio is clipped at 1 - this."""
+    clip_high: PositiveFloat = 4e-4
+    """A sequence's ratio is clipped at 1 + this."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    """sequence_mean: every trajectory 1/S, its tokens alike, as published; token_mean: every token of the batch weighs
+    1/N."""
+
+
+AlgorithmConfig = Annotated[GrpoConfig | RlooConfig | GspoConfig, Field(discriminator="type")]
+
+
+def check_algorithm(algorithm: AlgorithmConfig, group_size: int, consistency: ConsistencyConfig) -> None:
+    """Whether the run gives the algorithm what it needs: trajectories to compare, and its own importance ratio.
+
+    A correction whose weight is itself a ratio can take the place of the surrogate's, which then starts from the policy
+    at the start of the step. A token's ratio loses nothing by that; a sequence's would be 1 for all.
+
+    Raises:
+        ValueError: with what to set instead.
+    """
+    if group_size == 1 and algorithm.compares_group:
+        raise ValueError(
+            f"got run.group_size = 1 with trainer.algorithm.type = {algorithm.type!r}, whose advantages compare the "
+            "members of a group; set run.group_size to 2 or more"
+        )
+    correction = consistency.correction
+    decoupled = correction.type == "decoupled"
+    recomputed = consistency.mode == "gate" and consistency.when_behind == "wait"
+    if algorithm.couples_tokens and correction.carries_ratio and (decoupled or not recomputed):
+        cure = "" if decoupled else ', or consistency.mode = "gate" with when_behind = "wait"'
+        raise ValueError(
+            f"got consistency.correction.type = {correction.type!r} with trainer.algorithm.type = {algorithm.type!r}: "
+            "its weights would stand in for the algorithm's own ratio, which would be 1 for every sequence; set "
+            f'consistency.correction.type to "seq_clip", "geo_rs", "opsm" or "none"{cure}'
+        )
 
 
 class ScheduleConfig(Section):

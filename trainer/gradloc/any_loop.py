@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rollout.errors import UserError
-from trainer.loss.policy_loss import LossTokens, loss_tokens
+from trainer.loss.policy_loss import loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch, OldLogprobSource
 
 
@@ -22,6 +23,7 @@ class SumOfTerms:
     """A `TokenLoss` whose terms know of no other token: the sum of weight x `terms(log-probs, tokens)`."""
 
     couples_tokens = False
+    sums: tuple[str, ...] = ()
 
     def __init__(self, terms: Callable[[Tensor, LossTokens], Tensor]) -> None:
         """`terms` takes the log-probs [N] of the loss's tokens and what is known of them, and returns [N] with a
@@ -97,7 +99,7 @@ def micro_batch(
         loss_mask=loss_mask,
         old_logprobs=old,
         rollout_logprobs=old,
-        advantages=each,
+        advantages=np.broadcast_to(each[:, None], (rows, width)),
         token_weights=ones * np.float32(weight),
         trajectory_ids=names or tuple(str(row) for row in range(rows)),
         lengths=tuple(int(length) if mask.any() else 0 for length, mask in zip(lengths, loss_mask, strict=True)),

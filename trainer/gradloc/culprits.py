@@ -119,7 +119,7 @@ class CulpritReader:
             d_stale=None if behaviour is None else now - behaviour,
             omega=omega,
             sequence_ratio=row.sequence_ratio,
-            advantage=sample.advantage,
+            advantage=float(sample.advantages[at]),
             entropy=row.entropies[at],
         )
 

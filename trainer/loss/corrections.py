@@ -26,6 +26,7 @@ from trainer.config.consistency import (
     SeqClipConfig,
     TisConfig,
 )
+from trainer.types.loss_tokens import row_means, row_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +39,7 @@ class CorrectionInputs:
     """[N] int64 in [0, num_rows): the sequence that a token belongs to."""
     num_rows: int
     advantages: Tensor
-    """[N], one value a row; only `opsm` reads it."""
+    """[N]; only `opsm` reads it, as each row's mean."""
     old_minus_now: Tensor
     """[N] nats, log pi_old - log pi_now; only `opsm` reads it."""
 
@@ -69,7 +70,8 @@ def correction_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Te
         weights = _preset_weights(config, inputs)
         if config.veto is None:
             return weights
-        vetoed = _row_sums((_log_ratio(inputs) < math.log(config.veto)).to(weights.dtype), inputs) > 0
+        low = (_log_ratio(inputs) < math.log(config.veto)).to(weights.dtype)
+        vetoed = row_sums(low, inputs.rows, inputs.num_rows) > 0
         return torch.where(vetoed, torch.zeros_like(weights), weights)
 
 
@@ -82,7 +84,7 @@ def _preset_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Tenso
         case IcePopConfig() | MisTokenConfig():
             return _ratio_where_inside(_log_ratio(inputs), config)
         case MisSequenceConfig():
-            return _ratio_where_inside(_row_sums(_log_ratio(inputs), inputs), config)
+            return _ratio_where_inside(row_sums(_log_ratio(inputs), inputs.rows, inputs.num_rows), config)
         case SeqClipConfig():
             mean = _row_means(_log_ratio(inputs), inputs)
             return ((mean > math.log(config.low)) & (mean < math.log(config.high))).to(mean.dtype)
@@ -91,7 +93,7 @@ def _preset_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Tenso
             return _inside(mean, config).to(mean.dtype)
         case OpsmConfig():
             drift = _row_means(_finite("old - now", inputs.old_minus_now), inputs)
-            dropped = (inputs.advantages < 0) & (drift > config.delta)
+            dropped = (_row_means(inputs.advantages, inputs) < 0) & (drift > config.delta)
             return (~dropped).to(_compute(inputs.log_ratio).dtype)
         case DecoupledConfig():
             return _decoupled(config, _log_ratio(inputs))
@@ -119,16 +121,9 @@ def _inside(log_ratio: Tensor, band: BandSection) -> Tensor:
     return (log_ratio >= math.log(band.low)) & (log_ratio <= math.log(band.high))
 
 
-def _row_sums(values: Tensor, inputs: CorrectionInputs) -> Tensor:
-    """[N] each token's sum over its row, added up in float64."""
-    sums = torch.zeros(inputs.num_rows, dtype=torch.float64, device=values.device)
-    return sums.index_add_(0, inputs.rows, values.double())[inputs.rows].to(values.dtype)
-
-
 def _row_means(values: Tensor, inputs: CorrectionInputs) -> Tensor:
-    """[N] each token's mean over its row; a row that is asked for has at least that token."""
-    wide = values.double()
-    return (_row_sums(wide, inputs) / _row_sums(torch.ones_like(wide), inputs)).to(values.dtype)
+    """[N] each token's mean over its row."""
+    return row_means(values, inputs.rows, inputs.num_rows)
 
 
 def _log_ratio(inputs: CorrectionInputs) -> Tensor:

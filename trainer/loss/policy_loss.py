@@ -1,76 +1,22 @@
 """The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no
 rank and no optimizer."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.consistency import (
-    CorrectionConfig,
-    DecoupledConfig,
-    GeoRsConfig,
-    IcePopConfig,
-    MisSequenceConfig,
-    MisTokenConfig,
-    NoCorrection,
-    OpsmConfig,
-    SeqClipConfig,
-    TisConfig,
-)
+from trainer.config.consistency import CorrectionConfig, DecoupledConfig, NoCorrection
 from trainer.config.trainer import AlgorithmConfig
 from trainer.loss.corrections import CorrectionInputs, correction_weights
-from trainer.loss.ratio_buckets import RATIO_SUMS, ratio_sums
+from trainer.loss.kl_estimate import kl_estimate
+from trainer.loss.token_sums import TOKEN_SUMS, Measured, token_sums
 from trainer.model.policy_model import PolicyModel
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.protocols import Algorithm
 from trainer.types.step import MicroBatch, OldLogprobSource
-
-SUMS = (
-    *("loss", "tokens", "entropy", "clipped_low", "clipped_high", "approx_kl", "logprob_difference", "reference_kl"),
-    *(
-        "rollout_difference",
-        "engine_difference",
-        "weight",
-        "weight_squared",
-        "weight_zero",
-        "reference_k1",
-        "reference_k3",
-    ),
-    *RATIO_SUMS,
-)
-"""What a micro-batch adds to the step's report, in the order of the sums vector; all but the first are unweighted sums
-over tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossTokens:
-    """The N loss tokens of one micro-batch, flat, on the trainer's device."""
-
-    token_ids: Tensor
-    """[B, T - 1] what the model reads: the last column predicts nothing."""
-    positions: Tensor
-    """[N] flat positions in `token_ids` that predict the targets."""
-    targets: Tensor
-    """[N]"""
-    old_logprobs: Tensor
-    """[N] nats"""
-    rollout_logprobs: Tensor
-    """[N] nats"""
-    advantages: Tensor
-    """[N]"""
-    weights: Tensor
-    """[N]"""
-    rows: Tensor
-    """[N] row of each token in the micro-batch: which sequence it belongs to."""
-    trajectory_ids: tuple[str, ...] = ()
-    """[B] whose tokens each row holds."""
-
-    def only(self, chosen: Tensor) -> "LossTokens":
-        """Some of them, by index; the model still reads the same rows."""
-        names = ("positions", "targets", "old_logprobs", "rollout_logprobs", "advantages", "weights", "rows")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
@@ -87,19 +33,15 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
         targets=tensor(micro.token_ids[rows, columns]),
         old_logprobs=tensor(micro.old_logprobs[rows, columns]),
         rollout_logprobs=tensor(micro.rollout_logprobs[rows, columns]),
-        advantages=tensor(micro.advantages[rows]),
+        advantages=tensor(micro.advantages[rows, columns]),
         weights=tensor(micro.token_weights[rows]),
         rows=tensor(rows),
         trajectory_ids=micro.trajectory_ids,
     )
 
 
-_WEIGHTING = (TisConfig, IcePopConfig, MisTokenConfig, MisSequenceConfig)
-"""Corrections whose weight is the ratio itself; the others only keep or drop."""
-
-
 class PolicyLoss:
-    """Importance weight x surrogate + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
+    """Importance weight x the algorithm's term + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
 
     def __init__(
         self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None, correction: CorrectionConfig
@@ -107,13 +49,14 @@ class PolicyLoss:
         self._config, self._algorithm, self._reference = config, algorithm, reference
         self._correction = correction
         self._corrects = not isinstance(correction, NoCorrection) or correction.veto is not None
+        self.sums: tuple[str, ...] = ("loss", *TOKEN_SUMS, *algorithm.statistics)
+        """What a micro-batch adds to the step's report; all but the first are unweighted sums over tokens."""
 
     @property
     def couples_tokens(self) -> bool:
-        """Whether a token's importance weight depends on the other loss tokens of its sequence."""
-        return self._correction.veto is not None or isinstance(
-            self._correction, (MisSequenceConfig, SeqClipConfig, GeoRsConfig, OpsmConfig)
-        )
+        """Whether a token's term or importance weight depends on the other loss tokens of its sequence."""
+        correction = self._correction
+        return self._algorithm.couples_tokens or correction.couples_tokens or correction.veto is not None
 
     def __call__(
         self,
@@ -123,26 +66,19 @@ class PolicyLoss:
         source: OldLogprobSource,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The scalar loss of this micro-batch with its graph, and the float64 vector of `SUMS` without.
+        """The scalar loss of this micro-batch with its graph, and the float64 vector of `sums` without.
 
         Args:
-            only: indices into the N tokens: the others count for the importance weights, and have no term.
+            only: indices into the N tokens: the loss is the sum of their terms alone, each as it is among all N; the
+                sums are those of all N.
         """
         logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
+        if only is not None:  # the gradient of another token's term must not reach the model, be it NaN
+            logprobs, entropies = _graph_only(logprobs, only), _graph_only(entropies, only)
         importance, proximal = self._importance(logprobs, tokens, source)
-        if only is not None:
-            logprobs, entropies, tokens, proximal = (
-                logprobs[only],
-                entropies[only],
-                tokens.only(only),
-                proximal.only(only),
-            )
-            importance = None if importance is None else importance[only]
-        surrogate = self._algorithm.loss(logprobs, proximal)
-        surrogate, importance = (
-            (surrogate, torch.ones_like(logprobs)) if importance is None else (importance * surrogate, importance)
-        )
-        terms, reference_kl, reference = surrogate, torch.zeros_like(logprobs), None
+        terms = self._algorithm.loss(logprobs, proximal)
+        terms = terms if importance is None else importance * terms
+        reference, reference_kl = logprobs.detach(), torch.zeros_like(logprobs)
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(tokens.token_ids, tokens.positions, tokens.targets, temperature)
@@ -150,9 +86,19 @@ class PolicyLoss:
             terms = terms + self._config.kl_coef * torch.exp(logprobs - tokens.old_logprobs) * reference_kl
         if self._config.entropy_coef > 0:
             terms = terms - self._config.entropy_coef * entropies
-        loss = torch.dot(terms, tokens.weights)
+        weights = tokens.weights
+        loss = torch.dot(terms, weights) if only is None else torch.dot(terms[only], weights[only])
         with torch.no_grad():
-            return loss, self._sums(loss, logprobs, entropies, reference_kl, importance, tokens, reference)
+            measured = Measured(
+                tokens=tokens,
+                logprobs=logprobs,
+                entropies=entropies,
+                importance=torch.ones_like(logprobs) if importance is None else importance,
+                reference_kl=reference_kl,
+                reference=reference,
+            )
+            sums = token_sums(measured, self._algorithm.measure(logprobs, tokens))
+            return loss, torch.cat((loss.reshape(1).double(), sums))
 
     def _importance(
         self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource
@@ -168,7 +114,7 @@ class PolicyLoss:
         # the whole enters once: the engine's part where old log-probs were recomputed; all of it where the surrogate
         # starts from pi_now.
         log_ratio = (tokens.old_logprobs if recomputed and not decoupled else now) - tokens.rollout_logprobs
-        from_now = decoupled or (not recomputed and isinstance(self._correction, _WEIGHTING))
+        from_now = decoupled or (not recomputed and self._correction.carries_ratio)
         inputs = CorrectionInputs(
             log_ratio=log_ratio,
             rows=tokens.rows,
@@ -179,61 +125,7 @@ class PolicyLoss:
         importance = correction_weights(self._correction, inputs).to(logprobs.dtype)
         return importance, replace(tokens, old_logprobs=now) if from_now else tokens
 
-    def _sums(
-        self,
-        loss: Tensor,
-        logprobs: Tensor,
-        entropies: Tensor,
-        reference_kl: Tensor,
-        importance: Tensor,
-        tokens: LossTokens,
-        reference: Tensor | None,
-    ) -> Tensor:
-        difference = logprobs.detach() - tokens.old_logprobs
-        ratio, total, engine = (
-            torch.exp(difference),
-            logprobs.detach() - tokens.rollout_logprobs,
-            tokens.old_logprobs - tokens.rollout_logprobs,
-        )
-        from_reference = [
-            torch.zeros_like(ratio) if reference is None else kl_estimate(logprobs, reference, estimator)
-            for estimator in ("k1", "k3")
-        ]
-        low = (ratio < 1.0 - self._config.clip_low) & (tokens.advantages < 0)
-        high = (ratio > 1.0 + self._config.clip_high) & (tokens.advantages > 0)
-        columns = (
-            *(
-                torch.ones_like(ratio),
-                entropies,
-                low.to(ratio.dtype),
-                high.to(ratio.dtype),
-                ratio - 1.0 - difference,
-                difference.abs(),
-                reference_kl,
-            ),
-            *(
-                total.abs(),
-                engine.abs(),
-                importance,
-                importance.square(),
-                (importance == 0).to(ratio.dtype),
-                *from_reference,
-            ),
-        )
-        sums = torch.stack(columns).detach().double().sum(dim=1)
-        return torch.cat((loss.detach().reshape(1).double(), sums, ratio_sums((total, engine, difference))))
 
-
-def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
-    """[N] estimates of KL(policy || reference) from sampled tokens: k1 = log(p/q), k3 = q/p - 1 - log(q/p).
-
-    In the loss each is multiplied by the importance ratio p / p_old. Without it the gradient of k1 averages to nothing,
-    and that of k3 is the gradient of the reversed KL; with it both are unbiased, on and off policy.
-
-    Source: http://joschu.net/blog/kl-approx.html; the ratio as in DeepSeek-V3.2 (arXiv 2512.02556, unbiased KL
-    estimate).
-    """
-    log_ratio = reference - logprobs
-    if estimator == "k1":
-        return -log_ratio
-    return torch.exp(log_ratio) - 1.0 - log_ratio
+def _graph_only(values: Tensor, only: Tensor) -> Tensor:
+    """The same [N] values, with a graph at these indices alone."""
+    return values.detach().index_copy(0, only, values[only])

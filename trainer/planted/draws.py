@@ -55,7 +55,7 @@ def candidates(fault: TermFault, step: StepBatches, pulls: StepPulls) -> StepTok
     def of_micro_batch(micro: MicroBatch, pull: NDArray[np.float64]) -> NDArray[np.bool_]:
         strong = micro.loss_mask & (pull > 0) & (pull >= least)
         # Where the advantage is positive, a ratio that is too high is clipped.
-        return strong & (micro.advantages < 0)[:, None] if isinstance(fault, RatioSpikeFault) else strong
+        return strong & (micro.advantages < 0) if isinstance(fault, RatioSpikeFault) else strong
 
     return [[of_micro_batch(*pair) for pair in zip(*of_rank, strict=True)] for of_rank in zip(step, pulls, strict=True)]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from rollout.faults.gradient_config import RatioSpikeFault
 from trainer.batching.batcher import TrainingBatch
 from trainer.gradloc.probe.probe import TokenLoss
-from trainer.loss.policy_loss import LossTokens
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
 from trainer.planted.draws import StepBatches
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import OldLogprobSource, PlantedFault
 
 _SHIFTS_A_LOGPROB = RatioSpikeFault().type
@@ -53,6 +53,11 @@ class PlantedLoss:
     def couples_tokens(self) -> bool:
         """As the real loss."""
         return self._inner.couples_tokens
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """As the real loss."""
+        return self._inner.sums
 
     def __call__(
         self,

@@ -35,7 +35,7 @@ class Attempt:
 
     micro_batches: Sequence[MicroBatch]
     totals: Mapping[str, float]
-    """`trainer.step.gradient_step.TOTALS`."""
+    """As `trainer.step.gradient_step.GradientReport.totals`."""
     norms: GradientNorms
     """Unclipped."""
     random_states: Sequence[RandomState]

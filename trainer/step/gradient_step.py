@@ -18,7 +18,7 @@ from trainer.batching.batcher import TrainingBatch
 from trainer.config.gradloc import GradLocConfig
 from trainer.gradloc.probe.probe import TokenLoss, draws_random_numbers
 from trainer.gradloc.probe.random_states import RandomState
-from trainer.loss.policy_loss import SUMS, loss_tokens
+from trainer.loss.policy_loss import loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 from trainer.optim.optimizer import OptimizerReport, PolicyOptimizer
@@ -30,9 +30,9 @@ from trainer.types.evidence import AuditedGroup
 from trainer.types.gradloc import Acted, GradLocEvidence
 from trainer.types.step import MicroBatch
 
-TOTALS = (*SUMS, "routing_expected", "routing_replayed")
-"""What ranks sum up in a step; of a replay, the inputs that predict something and those of them that ran on the
-engine's experts."""
+ROUTING_SUMS = ("routing_expected", "routing_replayed")
+"""What ranks sum up in a step beside the sums of the loss: of a replay, the inputs that predict something and those of
+them that ran on the engine's experts."""
 
 
 class PhaseClock:
@@ -54,7 +54,7 @@ class GradientReport:
     """What `GradientStep.run` did; the same on all ranks."""
 
     totals: Mapping[str, float]
-    """`TOTALS`, over all ranks, of the pass that counts."""
+    """Sums of the loss and `ROUTING_SUMS`, over all ranks, of the pass that counts."""
     optimizer: OptimizerReport
     evidence: GradLocEvidence | None
     """Of the gradient search, where one took place."""
@@ -83,6 +83,7 @@ class GradientStep:
         """`dtype` is that of the forward and backward pass."""
         self._model, self._loss, self._optimizer, self._ranks = model, loss, optimizer, ranks
         self._watch, self._replay = watch, replay
+        self._totals = (*loss.sums, *ROUTING_SUMS)
         self._random = draws_random_numbers(model)
         self.search = (
             GradientSearch(gradloc, model, loss, ranks, context=self._context, dtype=dtype) if gradloc.enabled else None
@@ -130,7 +131,7 @@ class GradientStep:
 
     def _attempt(self, micro_batches: Sequence[MicroBatch], batch: TrainingBatch) -> Attempt:
         """Add the gradients of this rank's micro-batches to what is there, and measure the whole."""
-        sums = torch.zeros(len(TOTALS), dtype=torch.float64, device=self._ranks.device)
+        sums = torch.zeros(len(self._totals), dtype=torch.float64, device=self._ranks.device)
         random_states: list[RandomState] = []
         for number, micro in enumerate(micro_batches):
             if self._random:
@@ -146,7 +147,7 @@ class GradientStep:
         totals: list[float] = cast(Any, self._ranks.sum(sums)).tolist()
         return Attempt(
             micro_batches=micro_batches,
-            totals=dict(zip(TOTALS, totals, strict=True)),
+            totals=dict(zip(self._totals, totals, strict=True)),
             norms=self._optimizer.measure(),
             random_states=random_states,
         )
@@ -190,7 +191,7 @@ class GradientStep:
             search.applied(attempt.norms)
 
     def _context(self, micro: MicroBatch) -> AbstractContextManager[tuple[int, int]]:
-        """Forward and backward of a micro-batch run inside it; yields what it adds to the last two of `TOTALS`."""
+        """Forward and backward of a micro-batch run inside it; yields what it adds to `ROUTING_SUMS`."""
         return nullcontext((0, 0)) if self._replay is None else self._replay.using(micro)
 
 

@@ -163,7 +163,14 @@ class PolicyTrainer:
         done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
         report = _report(
-            request, batch, micro_batches, done, clock, taken_out, has_reference=self._config.algorithm.kl_coef > 0
+            request,
+            batch,
+            micro_batches,
+            done,
+            clock,
+            taken_out,
+            statistics=self._algorithm.statistics,
+            has_reference=self._config.algorithm.kl_coef > 0,
         )
         return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
 
@@ -296,6 +303,7 @@ def _report(
     clock: PhaseClock,
     quarantined: tuple[Quarantined, ...],
     *,
+    statistics: Sequence[str],
     has_reference: bool,
 ) -> StepReport:
     sums, optimizer = done.totals, done.optimizer
@@ -310,8 +318,8 @@ def _report(
         num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
         num_micro_batches=len(micro_batches[0]),
         policy_entropy=sums["entropy"] / tokens,
-        clip_fraction_low=sums["clipped_low"] / tokens,
-        clip_fraction_high=sums["clipped_high"] / tokens,
+        clip_fraction_low=sums.get("clip_fraction_low", 0.0) / tokens,
+        clip_fraction_high=sums.get("clip_fraction_high", 0.0) / tokens,
         approx_kl=sums["approx_kl"] / tokens,
         mean_abs_logprob_difference=sums["logprob_difference"] / tokens,
         reference_kl=sums["reference_kl"] / tokens,
@@ -321,7 +329,7 @@ def _report(
         correction_ess=sums["weight"] ** 2 / (tokens * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
         correction_zero_fraction=sums["weight_zero"] / tokens,
         old_logprob_source=batch.old_logprob_source,
-        advantage_std=float(np.std([sample.advantage for sample in batch.samples])) if batch.samples else 0.0,
+        advantage_std=batch.advantage_std,
         trained_ids=frozenset(
             s.trajectory_id
             for s in batch.samples
@@ -336,6 +344,7 @@ def _report(
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,
+        statistics=tuple((name, sums[name] / tokens) for name in statistics),
         reward_parts=batch.reward_parts,
         reference_kls=tuple(
             (estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference

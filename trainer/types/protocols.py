@@ -6,34 +6,44 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types.trajectory import Reward
+from rollout.types.trajectory import TrajectoryGroup
+from trainer.types.loss_tokens import LossTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class LossInputs(Protocol):
-    """What a loss may look at: flat tensors over the N loss tokens of one micro-batch."""
-
-    @property
-    def old_logprobs(self) -> "Tensor":
-        """[N] nats."""
-        ...
-
-    @property
-    def advantages(self) -> "Tensor":
-        """[N]"""
-        ...
+Advantages = NDArray[np.float32] | Sequence[NDArray[np.float32]]
+"""Of a group of G trajectories: [G], one for each; or G arrays [T], one for each token of the trajectory."""
 
 
 class Algorithm(Protocol):
-    """A policy-gradient algorithm: advantages from rewards, and a loss term a token. The trainer knows no more of
-    it."""
+    """A policy-gradient algorithm: advantages from rewards, and a loss term for each token. The trainer knows no more
+    of it.
 
-    def advantages(self, rewards: Sequence[Reward]) -> NDArray[np.float32]:
-        """[G] advantages of one group's trajectories."""
+    The step minimises sum(weight x term) over all tokens of the batch with fixed weights, so the gradient is a sum over
+    tokens, on any number of ranks and however the batch is packed. A term may read the other tokens of its sequence,
+    but its gradient must go through its own token's log-prob alone.
+    """
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a term depends on the other loss tokens of its sequence. The gradient search then runs whole
+        sequences, and the term of a token is the one that it has among all loss tokens of its sequence."""
         ...
 
-    def loss(self, logprobs: "Tensor", inputs: LossInputs) -> "Tensor":
-        """[N] loss terms before weights: the step minimises sum(weight x term)."""
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of what `measure` returns; the step report has each one's mean over the loss's tokens."""
+        ...
+
+    def advantages(self, group: TrajectoryGroup) -> Advantages:
+        """Of one group's trajectories, in their order; what is outside the loss counts for nothing."""
+        ...
+
+    def loss(self, logprobs: "Tensor", tokens: LossTokens) -> "Tensor":
+        """[N] loss terms before weights, from the log-probs [N] (nats, with a graph) under the weights of the step."""
+        ...
+
+    def measure(self, logprobs: "Tensor", tokens: LossTokens) -> "Sequence[Tensor]":
+        """[N] a statistic, in the order of `statistics`; no graph is kept."""
         ...

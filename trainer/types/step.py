@@ -47,7 +47,8 @@ class TrainingSample:
     old_logprob_source: OldLogprobSource
     rollout_logprobs: NDArray[np.float32]
     """[T] nats, as the engine logged them; 0 outside the mask."""
-    advantage: float
+    advantages: NDArray[np.float32]
+    """[T] of each token; alike where the algorithm gives one for the whole trajectory."""
     token_weight: float
     """Weight of each of its terms in the loss: the fixed denominator (1/N or 1/(S n))."""
     suspects: tuple[int, ...] = ()
@@ -69,7 +70,7 @@ class MicroBatch:
     rollout_logprobs: NDArray[np.float32]
     """[B, T]"""
     advantages: NDArray[np.float32]
-    """[B]"""
+    """[B, T]"""
     token_weights: NDArray[np.float32]
     """[B]"""
     trajectory_ids: tuple[str, ...]
@@ -169,6 +170,8 @@ class StepReport:
     """(probe, block, value) of the probes of `trainer.probes` that are on."""
     attention_logits: tuple[tuple[str, tuple[float, ...]], ...] = ()
     """(block, largest attention logit of each head before the clip) with `trainer.optimizer.qk_clip`, else empty."""
+    statistics: tuple[tuple[str, float], ...] = ()
+    """(name, mean over the loss's tokens) of what the algorithm measures (`Algorithm.statistics`), in its order."""
     reward_parts: tuple[tuple[str, float], ...] = ()
     """(part, mean over the trajectories whose reward has it) of the named parts of the rewards."""
     reference_kls: tuple[tuple[str, float], ...] = ()

@@ -21,10 +21,11 @@ from rollout.errors import UserError
 from trainer.gradloc.probe.random_states import RandomState
 from trainer.gradloc.probe.step_terms import StepTerms, Terms
 from trainer.gradloc.probe.term_rows import Pass, RowsConfig, num_passes, rank_passes
-from trainer.loss.policy_loss import LossTokens, loss_tokens
+from trainer.loss.policy_loss import loss_tokens
 from trainer.model.blocks import named_blocks, num_replicas
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensor, reshard
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch, OldLogprobSource
 
 _SLICE = 1 << 20
@@ -39,6 +40,11 @@ class TokenLoss(Protocol):
         """Whether a term depends on which other tokens of its sequence are in the loss."""
         ...
 
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the entries of the vector that comes with the loss, where a step adds them up; else empty."""
+        ...
+
     def __call__(
         self,
         model: PolicyModel,
@@ -47,7 +53,7 @@ class TokenLoss(Protocol):
         source: OldLogprobSource,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The scalar loss with its graph, and anything."""
+        """The scalar loss with its graph, and anything; with `only`, of the terms at these indices alone."""
         ...
 
 

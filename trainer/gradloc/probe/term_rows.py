@@ -16,7 +16,7 @@ FILLER = MicroBatch(
     loss_mask=np.zeros((1, 2), dtype=np.bool_),
     old_logprobs=np.zeros((1, 2), dtype=np.float32),
     rollout_logprobs=np.zeros((1, 2), dtype=np.float32),
-    advantages=np.zeros(1, dtype=np.float32),
+    advantages=np.zeros((1, 2), dtype=np.float32),
     token_weights=np.zeros(1, dtype=np.float32),
     trajectory_ids=("",),
     lengths=(0,),
@@ -44,7 +44,7 @@ class RowsConfig:
     whole: bool
     """Run whole micro-batches, each under its own random state."""
     coupled: bool
-    """A token's weight depends on all loss tokens of its row."""
+    """A token's term depends on all loss tokens of its row."""
     cut: bool
     """Leave out rows and tokens that are not in question."""
 
@@ -130,7 +130,7 @@ def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[M
         np.zeros(shape, dtype=np.bool_),
         np.zeros(shape, dtype=np.bool_),
     )
-    old, rollout = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    old, rollout, advantages = (np.zeros(shape, dtype=np.float32) for _ in range(3))
     for index, row in enumerate(rows):
         micro, columns = own[row.micro_batch], slice(0, row.width)
         token_ids[index, columns] = micro.token_ids[row.row, columns]
@@ -138,13 +138,14 @@ def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[M
         mask[index, columns] = micro.loss_mask[row.row, columns] if config.coupled else wanted[index, columns]
         old[index, columns] = micro.old_logprobs[row.row, columns]
         rollout[index, columns] = micro.rollout_logprobs[row.row, columns]
+        advantages[index, columns] = micro.advantages[row.row, columns]
     lengths = tuple(min(own[row.micro_batch].lengths[row.row], row.width) for row in rows)
     batch = MicroBatch(
         token_ids=token_ids,
         loss_mask=mask,
         old_logprobs=old,
         rollout_logprobs=rollout,
-        advantages=np.array([own[row.micro_batch].advantages[row.row] for row in rows], dtype=np.float32),
+        advantages=advantages,
         token_weights=np.array([own[row.micro_batch].token_weights[row.row] for row in rows], dtype=np.float32),
         trajectory_ids=tuple(own[row.micro_batch].trajectory_ids[row.row] for row in rows),
         lengths=lengths,

@@ -39,7 +39,7 @@ from trainer.gradloc.spent_passes import WINDOW_STEPS
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensor
-from trainer.types.protocols import LossInputs
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch
 
 
@@ -94,9 +94,9 @@ def test_a_nan_token_is_found(model: PolicyModel, alone: Ranks, healthy: tuple[M
 class Unbounded(Spiking):
     """Where a spike was planted the term is infinite, by a constant: its gradient is not."""
 
-    def loss(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        planted: Tensor = inputs.rollout_logprobs > 0  # pyright: ignore[reportAttributeAccessIssue]
-        return super().loss(logprobs, inputs) + torch.where(planted, float("inf"), 0.0)
+    def loss(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        planted = tokens.rollout_logprobs > 0
+        return super().loss(logprobs, tokens) + torch.where(planted, float("inf"), 0.0)
 
 
 def test_a_loss_that_is_not_finite_is_found_though_every_gradient_is(

@@ -41,8 +41,8 @@ def test_a_pull_is_the_gradient_at_the_logits_up_to_a_factor_of_at_most_sqrt_2(
     pulls = record.term_pulls([int(micro.loss_mask.sum()) for micro in step])
     assert pulls is not None
     for micro, pull in zip(step, pulls, strict=True):
-        rows, _ = np.nonzero(micro.loss_mask)
-        weights = np.abs(micro.advantages[rows]) * micro.token_weights[rows]  # of a ratio of 1
+        rows, columns = np.nonzero(micro.loss_mask)
+        weights = np.abs(micro.advantages[rows, columns]) * micro.token_weights[rows]  # of a ratio of 1
         assert pull == pytest.approx(weights * (1 - np.exp(micro.old_logprobs[micro.loss_mask])), rel=1e-3)
 
 

@@ -231,6 +231,7 @@ def test_a_report_counts_terms_masks_and_clips(tmp_path: Path):
     # Every ratio is huge; of three rewards 0, 1/3, 2/3 one advantage is positive and one is 0.
     assert report.clip_fraction_high == pytest.approx(1 / 3)
     assert report.clip_fraction_low == 0.0
+    assert report.statistics == (("clip_fraction_low", 0.0), ("clip_fraction_high", report.clip_fraction_high))
     assert report.zero_variance_groups == 0
     assert report.policy_entropy > 0
 

@@ -56,6 +56,13 @@ def test_a_mistake_is_named_with_its_key(override: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_correction_that_would_take_an_algorithms_own_ratio_is_refused() -> None:
+    with pytest.raises(UserError, match=r'"opsm" or "none", or consistency.mode = "gate" with when_behind = "wait"'):
+        parse("trainer.algorithm.type=gspo", "consistency.correction.type=tis")
+    gate = parse("trainer.algorithm.type=gspo", "consistency.correction.type=tis", "consistency.mode=gate")
+    assert gate.trainer.algorithm.couples_tokens
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.builders import build_group
 from torch import Tensor
 
 from rollout.errors import UserError
-from rollout.types.trajectory import Reward
 from trainer.algorithms.registry import build_algorithm
 from trainer.config.trainer import GrpoConfig, RlooConfig
-from trainer.loss.policy_loss import LossTokens, kl_estimate
+from trainer.loss.kl_estimate import kl_estimate
+from trainer.types.loss_tokens import LossTokens
 
 GROUPS = {
     "r100": (1.0, 0.0, 0.0),
@@ -22,12 +23,8 @@ GROUPS = {
 }
 
 
-def rewards(*totals: float) -> tuple[Reward, ...]:
-    return tuple(Reward(total=total) for total in totals)
-
-
 def advantages(config: GrpoConfig | RlooConfig, *totals: float) -> NDArray[np.float32]:
-    return build_algorithm(config).advantages(rewards(*totals))
+    return np.asarray(build_algorithm(config).advantages(build_group(rewards=totals)))
 
 
 def tokens(old: Tensor, advantage: Tensor) -> LossTokens:

@@ -13,6 +13,7 @@ from support.trainer.search_evidence import build_culprit, build_search
 from rollout.errors import UserError
 from rollout.types.trajectory import LogprobSemantics, TrajectoryGroup, VersionSpan
 from rollout.types.weights import PolicyVersion
+from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.registry import build_algorithm
 from trainer.batching.batcher import TrainingBatch, build_batch
 from trainer.batching.packing import pack
@@ -92,7 +93,7 @@ def test_groups_of_alike_rewards_stay_in_the_denominator_and_are_counted():
         [audited(build_group(build_dispatch(0), rewards=(1.0, 1.0))), audited(build_group(build_dispatch(1)))]
     )
     assert built.zero_variance_groups == 1
-    assert [sample.advantage for sample in built.samples[:2]] == [0.0, 0.0]
+    assert [sample.advantages.any() for sample in built.samples[:2]] == [False, False]
     assert built.samples[2].token_weight == 1 / 32
 
 
@@ -101,7 +102,7 @@ def test_a_refused_trajectory_leaves_the_loss_but_stays_in_its_groups_baseline(v
     group = build_group(rewards=(1.0, 0.0, 0.0))
     whole, part = batch([audited(group)]), batch([audited(group, Verdict.ACCEPT, verdict, Verdict.ACCEPT)])
     assert [sample.trajectory_id for sample in part.samples] == ["d-0/0", "d-0/2"]
-    assert [sample.advantage for sample in part.samples] == [whole.samples[0].advantage, whole.samples[2].advantage]
+    assert [sample.advantages[0] for sample in part.samples] == [whole.samples[i].advantages[0] for i in (0, 2)]
     assert part.masked_ids == {"d-0/1"}
 
 
@@ -114,8 +115,8 @@ def test_what_the_gradient_search_quarantined_leaves_the_loss_and_stays_in_the_d
     (out,) = quarantined([audited(group)], build_search(acted=Acted.QUARANTINED, culprits=(culprit,)))
     whole = batch([audited(group)], aggregation=aggregation)
     part = batch([AuditedGroup(group=group, evidence=decode_evidence(out.verdict))], aggregation=aggregation)
-    assert [(s.trajectory_id, s.token_weight, s.advantage) for s in part.samples] == [
-        (s.trajectory_id, s.token_weight, s.advantage) for s in whole.samples
+    assert [(s.trajectory_id, s.token_weight, s.advantages[0]) for s in part.samples] == [
+        (s.trajectory_id, s.token_weight, s.advantages[0]) for s in whole.samples
     ]
     assert [int(np.count_nonzero(s.loss_mask)) for s in part.samples] == [8, 0, 8]
     assert (part.num_tokens, whole.num_tokens, part.masked_ids) == (16, 24, {culprit.trajectory_id})
@@ -167,6 +168,30 @@ def test_evidence_about_another_group_is_refused():
 def test_the_batch_takes_the_temperature_of_its_engine_tags():
     group = with_tag(with_tag(build_group(), 0, temperature=0.7), 1, temperature=0.7)
     assert batch([audited(group)]).temperature == 0.7
+
+
+class TokenAdvantages(Grpo):
+    """Every token has an advantage of its own: its position, less `missing` tokens at the end."""
+
+    def __init__(self, missing: int = 0) -> None:
+        super().__init__(GrpoConfig())
+        self._missing = missing
+
+    def advantages(self, group: TrajectoryGroup) -> Any:
+        return [np.arange(t.token_ids.size - self._missing, dtype=np.float32) for t in group.trajectories]
+
+
+def test_an_algorithm_may_give_every_token_its_advantage():
+    group = build_group(prompt_tokens=3, spans=((V1, 2), (V2, 3)))
+    built = build_batch([audited(group)], TokenAdvantages(), 2, "token_mean")
+    (micro,) = pack(built.samples, 1, 10_000)[0]
+    assert loss_tokens(micro, torch.device("cpu")).advantages.tolist() == [5.0, 6.0, 7.0] * 2
+    assert (built.advantage_std, built.zero_variance_groups) == (0.0, 0)  # over the means of trajectories
+
+
+def test_advantages_of_another_length_are_refused():
+    with pytest.raises(ValueError, match=r"d-0/0: advantages of shape \(11,\) for 12 tokens"):
+        build_batch([audited(build_group())], TokenAdvantages(missing=1), 0, "token_mean")
 
 
 def test_several_temperatures_in_one_batch_are_refused():

@@ -18,7 +18,7 @@ def sample(index: int, length: int) -> TrainingSample:
         old_logprobs=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
         old_logprob_source=OldLogprobSource.ROLLOUT,
         rollout_logprobs=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
-        advantage=float(index),
+        advantages=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
         token_weight=0.25,
     )
 
@@ -67,7 +67,8 @@ def test_rows_keep_their_tokens_and_padding_is_outside_the_loss(lengths: list[in
                 np.testing.assert_array_equal(batch.rollout_logprobs[row, :length], source.rollout_logprobs)
                 np.testing.assert_array_equal(batch.loss_mask[row, :length], source.loss_mask)
                 assert not batch.loss_mask[row, length:].any()
-                assert (batch.advantages[row], batch.token_weights[row]) == (source.advantage, source.token_weight)
+                np.testing.assert_array_equal(batch.advantages[row, :length], source.advantages)
+                assert batch.token_weights[row] == source.token_weight
 
 
 @given(lengths=st.lists(st.integers(2, 60), min_size=8, max_size=40), ranks=st.integers(2, 4))

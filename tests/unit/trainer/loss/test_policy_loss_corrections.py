@@ -18,8 +18,9 @@ from trainer.config.consistency import (
     TisConfig,
 )
 from trainer.config.trainer import GrpoConfig
-from trainer.loss.policy_loss import SUMS, LossTokens, PolicyLoss
+from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel
+from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import OldLogprobSource
 
 NOW = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
@@ -47,12 +48,11 @@ def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NO
         weights=ones,
         rows=torch.tensor([0, 0, 1, 1]),
     )
-    loss, sums = PolicyLoss(WIDE, build_algorithm(WIDE), None, correction)(
-        cast(PolicyModel, cast(Any, model)), tokens, 1.0, source
-    )
+    policy_loss = PolicyLoss(WIDE, build_algorithm(WIDE), None, correction)
+    loss, sums = policy_loss(cast(PolicyModel, cast(Any, model)), tokens, 1.0, source)
     loss.backward()
     assert logprobs.grad is not None
-    return -logprobs.grad, dict(zip(SUMS, sums.tolist(), strict=True))
+    return -logprobs.grad, dict(zip(policy_loss.sums, sums.tolist(), strict=True))
 
 
 def exp(values: Tensor) -> Tensor:

@@ -24,10 +24,7 @@ def step_of(ranks: int = 1, micro_batch_tokens: int = 42, lengths: tuple[int, ..
 def pulls_of(step: StepBatches) -> StepPulls:
     """Of a token, whatever row it stands in: the surprise of its rollout log-prob; none where there is no advantage."""
     return [
-        [
-            np.where(micro.loss_mask & (micro.advantages != 0)[:, None], -micro.rollout_logprobs, 0.0)
-            for micro in of_rank
-        ]
+        [np.where(micro.loss_mask & (micro.advantages != 0), -micro.rollout_logprobs, 0.0) for micro in of_rank]
         for of_rank in step
     ]
 
@@ -66,7 +63,7 @@ def test_what_is_drawn_is_a_loss_token_on_which_the_fault_shows(fault: TermFault
         if not isinstance(fault, NanTokenFault):
             assert pulls[term.rank][term.micro_batch][term.row, term.position] >= LEAST_SHARE * mean
         if isinstance(fault, RatioSpikeFault):
-            assert micro.advantages[term.row] < 0
+            assert micro.advantages[term.row, term.position] < 0
 
 
 @pytest.mark.parametrize("fault", [GradSpikeFault(), RatioSpikeFault(), NanTokenFault()])
