@@ -26,8 +26,9 @@ from orchestrator.config import parse_config
 from orchestrator.exporters.prometheus import Exporter
 from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_ROWS, LiveDoctor
 from orchestrator.metrics.catalogue import CATALOGUE, max_series, sizes_of
-from orchestrator.metrics.distributions import Distributions, LabelValues
+from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Extent, Metric, MetricType
 from rollout.types.dispatch import Counts
 from trainer.loss.ratio_buckets import PARTS, ratio_sums

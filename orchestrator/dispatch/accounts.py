@@ -85,6 +85,8 @@ class Accounts:
         self.reward_first: float | None = None
         self.reward_last = 0.0
         self.pauses: deque[float] = deque(maxlen=10_000)
+        self.longest_pause_s = 0.0
+        """Of a replica in the last weight update."""
         self.weight_updates = 0
         self.trained_tokens = 0
         self.trained_samples = 0
@@ -111,6 +113,11 @@ class Accounts:
         if header.dispatch_id in self._order:
             self._order[header.dispatch_id] = header
             self._advance()
+
+    def paused(self, pauses_s: Sequence[float]) -> None:
+        """A weight update paused the replicas for so long, each."""
+        self.pauses.extend(pauses_s)
+        self.longest_pause_s = max(pauses_s)
 
     def end(self, dispatch_id: str) -> None:
         """A dispatch failed without a group."""

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 
 from orchestrator.metrics.catalogue import CATALOGUE
-from orchestrator.metrics.distributions import LabelValues
 from orchestrator.metrics.snapshot import EMPTY, Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Metric, MetricType
 from rollout.errors import UserError
 from rollout.transport.scrape_server import ScrapeServer

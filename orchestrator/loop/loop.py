@@ -224,7 +224,7 @@ class Loop:
 
     async def _committed(self, reports: list[ApplyReport]) -> None:
         self.accounts.weight_updates += 1
-        self.accounts.pauses.extend(report.pause_s for report in reports)
+        self.accounts.paused([report.pause_s for report in reports])
         self.accounts.distributions.observe_all(
             "concord_weight_update_pause_seconds", (report.pause_s for report in reports)
         )

@@ -18,11 +18,11 @@ from support.servers.served_run import BATCH, GROUP, config_of, drive_served
 from orchestrator.exporters.prometheus import Exporter, Text, _family
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.metrics.catalogue import DECLARED, sizes_of
+from orchestrator.metrics.consistency import attributed
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import MAX_REWARD_PARTS, MetricType
-from orchestrator.signals.live import BoundedParts
-from orchestrator.signals.replicas import attributed
+from orchestrator.signals.moments import BoundedParts
 from rollout.errors import ConcordError, UserError
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
