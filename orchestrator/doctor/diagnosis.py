@@ -4,21 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.rules_data import (
+from orchestrator.doctor.rules_difficulty import easy_prompts, flat_reward, groups_alike, hard_prompts, wrong_difficulty
+from orchestrator.doctor.rules_inputs import (
     duplicate_prompts,
-    easy_prompts,
     environment_failures,
     evaluation_changed,
-    flat_reward,
-    hard_prompts,
-    length_reward,
-    reward_detached,
     reward_failures,
-    reward_inverted,
-    solved,
     train_eval_overlap,
 )
-from orchestrator.doctor.rules_difficulty import groups_alike, length_growth, wrong_difficulty
 from orchestrator.doctor.rules_numerical import (
     attention_logits,
     block_imbalance,
@@ -27,6 +20,7 @@ from orchestrator.doctor.rules_numerical import (
     non_finite,
 )
 from orchestrator.doctor.rules_policy import policy_collapse
+from orchestrator.doctor.rules_reward import length_growth, length_reward, reward_detached, reward_inverted, solved
 from orchestrator.doctor.rules_system import (
     disagreement,
     engine_failures,
