@@ -22,8 +22,8 @@ class Moments:
         self._begun = self._last = time.monotonic()
         self._last_step_s = time.time()
         self._steps = 0
-        self._phases = dict[str, float].fromkeys(PHASES, 0.0)
-        self._trainer_phases = dict[str, float].fromkeys(TRAINER_PHASES, 0.0)
+        self._phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._trainer_phases: dict[str, float] = dict.fromkeys(TRAINER_PHASES, 0.0)
         self._reward_parts = BoundedParts()
 
     @property
