@@ -8,12 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.doctor.advice import DO_NOT
 from orchestrator.doctor.diagnosis import Diagnosis
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.metrics.layers import LAYERS
 
-DO_NOT = "Do not "
-"""How every text of what not to do begins."""
 UNTRUSTED = "entropy, KL, clip fractions, importance ratios and weights"
 """What `Diagnosis.untrusted` holds, in words."""
 _STYLES = {Severity.INFO: "dim", Severity.WARN: "yellow", Severity.CRITICAL: "bold red"}

@@ -8,10 +8,9 @@ import pytest
 from support.loop.doctor_runs import MadeUpRun, healthy, rescore
 from support.loop.doctor_scenarios import SCENARIOS, gap_by, gradient_spikes, length_pays, policy_collapses
 
-from orchestrator.doctor.advice import ADVICE, LAYER_3_TOOLS
+from orchestrator.doctor.advice import ADVICE, DO_NOT, LAYER_3_TOOLS
 from orchestrator.doctor.diagnosis import RULES, diagnose
 from orchestrator.doctor.findings import Severity
-from orchestrator.doctor.tables import DO_NOT
 from orchestrator.metrics.causes import LAYER, Cause
 
 SEEDS = range(5)
