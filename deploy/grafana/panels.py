@@ -82,7 +82,9 @@ PRIMARY = Panel(
     (("concord_diagnosis_primary == 1", "{{cause}}"),),
     layer=4,
     kind="name",
-    help="Cause of the doctor's primary finding; `none`: nothing worse than info. `concord doctor RUN` says what to do.",
+    help=(
+        "Cause of the doctor's primary finding; `none`: nothing worse than info. `concord doctor RUN` says what to do."
+    ),
 )
 OVERVIEW = Dashboard(
     "concord-overview",
