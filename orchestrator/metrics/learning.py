@@ -39,7 +39,7 @@ class DataAndReward(Section, layer=1):
     reward_mean = step_column("reward", lambda step: step.facts.reward_mean)
     """Mean reward of the trained groups."""
     reward_std = step_column("reward", lambda step: step.facts.reward_std)
-    """Standard deviation of the trained rewards over trajectories."""
+    """Standard deviation of the rewards of all trajectories in the step's batch."""
     reward_moving_10 = step_column("reward", lambda step: step.reward_moving_10)
     """Mean of reward_mean over the last ten steps."""
     reward_mean_dispatched = step_column("reward", lambda step: step.mean_reward["dispatched"])
@@ -47,13 +47,13 @@ class DataAndReward(Section, layer=1):
     reward_mean_finished = step_column("reward", lambda step: step.mean_reward["finished"])
     """Mean reward of all groups that have finished."""
     length_mean = step_column("tokens", lambda step: step.facts.length_mean)
-    """Mean sampled tokens of the trained trajectories."""
+    """Mean sampled tokens of all trajectories in the step's batch."""
     length_mean_dispatched = step_column("tokens", lambda step: step.mean_length["dispatched"])
     """Mean sampled tokens up to the oldest unfinished dispatch: free of selection by speed."""
     length_mean_finished = step_column("tokens", lambda step: step.mean_length["finished"])
     """Mean sampled tokens of all finished trajectories."""
     length_cap_fraction = step_column("ratio", lambda step: step.facts.length_cap_fraction)
-    """Share of trained trajectories that ended at their length limit."""
+    """Share of all trajectories in the step's batch that ended at their length limit."""
     reward_length_correlation = step_column("ratio", lambda step: step.facts.reward_length_correlation)
     """Correlation of reward and sampled tokens within the trained groups; 0 where either does not differ."""
     zero_variance_groups = step_column("ratio", lambda step: step.facts.zero_variance)
