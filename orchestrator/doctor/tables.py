@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -44,13 +45,7 @@ def _finding(finding: Finding) -> dict[str, object]:
         "since": finding.since,
         "summary": finding.summary,
         "evidence": [
-            {
-                "series": one.series,
-                "first_step": one.first_step,
-                "last_step": one.last_step,
-                "numbers": {name: value if math.isfinite(value) else None for name, value in one.numbers},
-                "note": one.note,
-            }
+            asdict(one) | {"numbers": {name: value if math.isfinite(value) else None for name, value in one.numbers}}
             for one in finding.evidence
         ],
         "do": list(finding.advice.do),
