@@ -1,8 +1,9 @@
 """What Prometheus costs a run: a scrape of everything that the catalogue declares, and observing a step against the
 step's own CPU seconds.
 
-`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between
-two steps; of the exporter, and for comparison of prometheus_client's own server over a collector of the same snapshot. `run`: parts of observing in one real run: the driver reduces signals to a snapshot (column
+`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and
+between two steps; of the exporter, and for comparison of prometheus_client's own server over a collector of the same
+snapshot. `run`: parts of observing in one real run: the driver reduces signals to a snapshot (column
 `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens as a step has), the
 doctor reads 550 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and
 without an exporter that is scraped every second.

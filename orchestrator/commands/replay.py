@@ -131,17 +131,9 @@ def _number(value: float) -> float | str:
 
 
 def _run(run: ReplayRun) -> dict[str, object]:
-    return {
-        "name": run.name,
-        "dtype": run.dtype,
-        "deterministic": run.deterministic,
-        "finite": run.finite,
-        "loss": _number(run.loss),
-        "grad_norm": _number(run.grad_norm),
-        "block_norms": {block: _number(norm) for block, norm in run.block_norms},
-        "forward": None if run.forward is None else asdict(run.forward),
-        "backward": None if run.backward is None else asdict(run.backward),
-    }
+    norms = {block: _number(norm) for block, norm in run.block_norms}
+    numbers = {"loss": _number(run.loss), "grad_norm": _number(run.grad_norm), "block_norms": norms}
+    return asdict(run) | {"finite": run.finite} | numbers
 
 
 def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
