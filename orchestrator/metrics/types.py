@@ -13,7 +13,7 @@ Rows, exports, trackers, files and documents follow from that.
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
 from textwrap import dedent
@@ -69,29 +69,36 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One declared signal."""
+class Declared:
+    """A metric without its name, its help and its layer, which come from where it stands."""
 
-    name: str
-    """Prometheus name: `concord_`, base units, `_total` for counters."""
     type: MetricType
     unit: str
-    help: str
-    diagnosis_layer: int
-    """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper ends of a histogram's buckets, rising; the one above all is implied."""
     in_rows: bool = False
     """A number of every step, so a column of the metric parts."""
-    measured_by: str = ""
-    """The column that is -1 in the rows where nothing was measured; Prometheus then gets no sample."""
+    optional: bool | str = False
+    """A column that says -1 where nothing was measured; for values that may be -1, the column that tells. Prometheus
+    then gets no sample."""
     at_step: Callable[[Ended], Series] | None = None
     """Its values at the end of a step, which stand until the next."""
     of_blocks: Callable[[StepReport], Series] | None = None
     """The same of a signal of blocks, which the block parts take from the report alone."""
     now: Callable[[Moment], Series] | None = None
     """Its values at any time. A histogram has neither: its source observes single values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric(Declared):
+    """One declared signal."""
+
+    name: str
+    """Prometheus name: `concord_`, base units, `_total` for counters."""
+    help: str
+    diagnosis_layer: int
+    """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
 
     def __post_init__(self) -> None:
         if (self.type is MetricType.COUNTER) != self.name.endswith("_total"):
@@ -108,6 +115,11 @@ class Metric:
     def column(self) -> str:
         """Name in the metric parts."""
         return self.name.removeprefix("concord_")
+
+    @property
+    def measured_by(self) -> str:
+        """The column that is -1 in the rows where nothing was measured; empty where something always is."""
+        return self.optional if isinstance(self.optional, str) else self.column if self.optional else ""
 
     def measured(self, row: Mapping[str, float]) -> bool:
         """Whether a row has a value of this column."""
@@ -129,39 +141,6 @@ class Metric:
         return combinations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """A metric without its name, its help and its layer, which come from where it stands."""
-
-    type: MetricType
-    unit: str
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    in_rows: bool = False
-    optional: bool | str = False
-    """A column that says -1 where nothing was measured; for values that may be -1, the column that tells."""
-    at_step: Callable[[Ended], Series] | None = None
-    of_blocks: Callable[[StepReport], Series] | None = None
-    now: Callable[[Moment], Series] | None = None
-
-    def metric(self, name: str, help: str, layer: int) -> Metric:
-        """The whole metric."""
-        return Metric(
-            name=f"concord_{name}{'_total' if self.type is MetricType.COUNTER else ''}",
-            type=self.type,
-            unit=self.unit,
-            help=help,
-            diagnosis_layer=layer,
-            labels=self.labels,
-            buckets=self.buckets,
-            in_rows=self.in_rows,
-            measured_by=self.optional if isinstance(self.optional, str) else name if self.optional else "",
-            at_step=self.at_step,
-            of_blocks=self.of_blocks,
-            now=self.now,
-        )
-
-
 class Section:
     """A part of the catalogue: each attribute declares the metric of its name, and the text below it is its help."""
 
@@ -171,8 +150,14 @@ class Section:
     def __init_subclass__(cls, *, layer: int) -> None:
         helps = _texts_below(dedent(inspect.getsource(cls)))
         cls.metrics = tuple(
-            one.metric(name, helps[name], layer) for name, one in vars(cls).items() if isinstance(one, Declared)
+            _metric(one, name, helps[name], layer) for name, one in vars(cls).items() if isinstance(one, Declared)
         )
+
+
+def _metric(declared: Declared, name: str, help: str, layer: int) -> Metric:
+    suffix = "_total" if declared.type is MetricType.COUNTER else ""
+    given = {each.name: getattr(declared, each.name) for each in fields(Declared)}
+    return Metric(name=f"concord_{name}{suffix}", help=help, diagnosis_layer=layer, **given)
 
 
 def _texts_below(source: str) -> dict[str, str]:
