@@ -1,8 +1,9 @@
 """What Prometheus costs a run: a scrape of everything that the catalogue declares, and observing a step against the
 step's own CPU seconds.
 
-`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and between
-two steps. `run`: parts of observing in one real run: the driver reduces signals to a snapshot (column
+`scrape`: over HTTP, with the headers of Prometheus; after a step, when every value is another than before, and
+between two steps; of the exporter, and for comparison of prometheus_client's own server over a collector of the same
+snapshot. `run`: parts of observing in one real run: the driver reduces signals to a snapshot (column
 `observing_cpu_seconds`), the trainer counts log-ratios by bucket (timed here on as many tokens as a step has), the
 doctor reads 550 rows every ten steps (timed here on rows of that run). `pairs`: the same deterministic run with and
 without an exporter that is scraped every second.
@@ -12,22 +13,25 @@ import argparse
 import asyncio
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from harness.observed_pairs import observed_pairs
 from harness.runs import concord_run, parser, report
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric as Family
 
 from orchestrator.config import parse_config
-from orchestrator.exporters.prometheus import Exporter
+from orchestrator.exporters.prometheus import Exporter, family_of
 from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_ROWS, LiveDoctor
 from orchestrator.metrics.catalogue import CATALOGUE, max_series, sizes_of
-from orchestrator.metrics.distributions import Distributions, LabelValues
-from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.distributions import Distributions
+from orchestrator.metrics.snapshot import EMPTY, Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Extent, Metric, MetricType
 from rollout.types.dispatch import Counts
 from trainer.loss.ratio_buckets import PARTS, ratio_sums
@@ -69,16 +73,48 @@ def scrape() -> dict[str, Any]:
     snapshots = [full_snapshot(sizes, places) for places in range(8)]
     return {
         "series_at_most": max_series(sizes),
-        "after_a_step": scrapes(snapshots),
-        "between_steps": scrapes(snapshots[:1]),
+        "after_a_step": scrapes(snapshots, Exporter),
+        "between_steps": scrapes(snapshots[:1], Exporter),
+        "library_after_a_step": scrapes(snapshots, LibraryExporter),
+        "library_between_steps": scrapes(snapshots[:1], LibraryExporter),
     }
 
 
-def scrapes(snapshots: Sequence[Snapshot]) -> dict[str, float]:
+class LibraryExporter:
+    """The same snapshot from the server of prometheus_client, which writes every line anew at each scrape."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._snapshot = EMPTY
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Scrapes get `snapshot` from now on."""
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric that has a value."""
+        snapshot = self._snapshot
+        for metric in CATALOGUE:
+            if snapshot.numbers.get(metric.name) or snapshot.distributions.get(metric.name):
+                yield family_of(metric, snapshot)
+
+
+def scrapes(snapshots: Sequence[Snapshot], kind: type[Exporter] | type[LibraryExporter]) -> dict[str, float]:
     """Of each snapshot in turn."""
     took_ms: list[float] = []
     size = 0
-    with Exporter("127.0.0.1", 0) as exporter:
+    with kind("127.0.0.1", 0) as exporter:
         cpu_s = time.process_time()
         for place in range(SCRAPES):
             exporter.show(snapshots[place % len(snapshots)])

@@ -40,7 +40,7 @@ valid config. Unknown keys are errors that name the nearest known key. `concord 
 resolved config and the resource plan and starts nothing.
 
 Where a section comes in kinds, `type` chooses one; the keys of the other kinds are then unknown. Paths are relative
-to the working directory. The models behind this page are `orchestrator/config.py`, `rollout/config.py`,
+to the working directory. The models behind this page are `orchestrator/config/run.py`, `rollout/config.py`,
 `trainer/config/trainer.py` and `actors/config.py`.
 """
 TRACKERS_INTRODUCTION = """## What trackers do not get

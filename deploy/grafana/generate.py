@@ -95,7 +95,7 @@ def json_of(page: Dashboard) -> str:
         )
     )
     for panel in page.panels:
-        builder = builder.with_panel(drawn(panel))
+        builder = builder.with_panel(drawn(panel, panel.layer or page.layer))
     return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 
@@ -105,11 +105,11 @@ def run_variable() -> dashboard.QueryVariable:
     return variable.refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
 
 
-def drawn(panel: Panel) -> Drawn:
+def drawn(panel: Panel, layer: int) -> Drawn:
     """One panel with its queries, in the colour of its layer."""
     now = panel.kind in ("stat", "name")
     colour = dashboard.FieldColor().mode(model.FieldColorModeId.FIXED if now else model.FieldColorModeId.SHADES)
-    colour = colour.fixed_color(LAYERS[panel.layer].colour)
+    colour = colour.fixed_color(LAYERS[layer].colour)
     builder: Drawn
     if now:
         builder = number(panel).color_scheme(colour).span(WIDTH // 2).height(STAT_HEIGHT)
@@ -172,7 +172,8 @@ def table(page: Dashboard) -> str:
     """The panels of a dashboard with their queries."""
     rows = ["| panel | layer | queries |", "| --- | --- | --- |"]
     rows += [
-        f"| {panel.title} | {panel.layer} | {'<br>'.join(code(expression) for expression, _ in panel.queries)} |"
+        f"| {panel.title} | {panel.layer or page.layer} | "
+        f"{'<br>'.join(code(expression) for expression, _ in panel.queries)} |"
         for panel in page.panels
     ]
     return "\n".join(rows) + "\n"

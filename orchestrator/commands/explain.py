@@ -13,6 +13,7 @@ from rich.text import Text
 from orchestrator.commands.explain_evidence import evidence_of, show_evidence
 from orchestrator.commands.explain_searches import culprit_lines
 from orchestrator.commands.run import prepare_model
+from orchestrator.commands.tables import say, table_of
 from orchestrator.config import RunConfig
 from orchestrator.run_dir.layout import RunDir, open_run_dir
 from rollout.errors import UserError
@@ -49,7 +50,7 @@ def explain_trajectory(path: Path, wanted: str) -> None:
         trained, evidence = record.step, evidence_of(reader, dispatch_id)
         searched, left_out = culprit_lines(run)
         for note in left_out:
-            console.print(note, markup=False, highlight=False)
+            say(console, note)
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 found = None if evidence is None else evidence.trajectories[index]
@@ -71,24 +72,22 @@ def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:
 def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader) -> None:
     dispatch, prompt = record.dispatch, record.dispatch.prompt
     asked = prompt.text if prompt.text is not None else " | ".join(f"{m.role}: {m.content}" for m in prompt.messages)
-    console.print(
+    say(
+        console,
         f"dispatch {dispatch.dispatch_id}  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt "
         f"{dispatch.attempt}), dispatched while {dispatch.policy.key} was committed, to replica {dispatch.replica}",
-        markup=False,
-        highlight=False,
     )
-    console.print(f"asked {asked!r}, reference answer {prompt.answer!r}", markup=False, highlight=False)
-    console.print(f"outcome: {_outcome(record)}", markup=False, highlight=False)
+    say(console, f"asked {asked!r}, reference answer {prompt.answer!r}")
+    say(console, f"outcome: {_outcome(record)}")
     for event in reader.events(dispatch.dispatch_id):
         rest = {k: v for k, v in event.items() if k not in ("number", "at_s", "kind", "dispatch_id")}
-        console.print(
+        say(
+            console,
             f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} "
             f"{json.dumps(rest)}",
-            markup=False,
-            highlight=False,
         )
     for annotation in reader.annotations(dispatch.dispatch_id):
-        console.print(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes", markup=False, highlight=False)
+        say(console, f"  annotation {annotation.kind}: {len(annotation.payload)} bytes")
 
 
 def _outcome(record: DispatchRecord) -> str:
@@ -112,28 +111,24 @@ def _show_trajectory(
     tag = trajectory.tag
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
     spans = ", ".join(f"{s.policy.key} [{s.start}, {s.end})" for s in trajectory.version_spans)
-    console.print(
+    say(
+        console,
         f"trajectory {trajectory.trajectory_id}  reward {reward.total:g}{parts}; {trajectory.num_sampled} of "
         f"{trajectory.token_ids.size} tokens sampled in {trajectory.turns} turn(s), finished by "
         f"{trajectory.finish_reason}; versions {spans}",
-        markup=False,
-        highlight=False,
     )
-    console.print(
-        f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}", markup=False, highlight=False
-    )
+    say(console, f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}")
     if evidence is not None:
         show_evidence(console, evidence)
     for line in searches:
-        console.print(f"  {line}", markup=False, highlight=False)
+        say(console, f"  {line}")
     if not tokens:
         return
-    console.print(
+    say(
+        console,
         f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV "
         f"{tag.kv_dtype} ({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, temperature "
         f"{tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
-        markup=False,
-        highlight=False,
     )
     console.print(_token_table(trajectory, tokenizer, trained, evidence))
 
@@ -141,10 +136,9 @@ def _show_trajectory(
 def _token_table(
     trajectory: Trajectory, tokenizer: Tokenizer, trained: PolicyVersion | None, evidence: TrajectoryEvidence | None
 ) -> Table:
-    table = Table()
     recomputed = () if evidence is None else ("recomputed", "d_engine")
-    for header in ("position", "id", "token", "version", "log-prob (nats)", *recomputed, "staleness when trained"):
-        table.add_column(header, justify="left" if header == "token" else "right")
+    numbers = ("position", "id", "version", "log-prob (nats)", *recomputed, "staleness when trained")
+    table = table_of(*numbers[:2], "token", *numbers[2:], right=numbers)
     versions = trajectory.token_versions()
     for position, token in enumerate(trajectory.token_ids.tolist()):
         text = Text(repr(tokenizer.decode(trajectory.token_ids[position : position + 1], skip_special_tokens=False)))

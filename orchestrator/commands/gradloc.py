@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.commands.tables import say, table_of
 from orchestrator.run_dir.layout import open_run_dir
 from orchestrator.run_dir.search_records import read_searches
 from rollout.errors import UserError
@@ -77,44 +78,45 @@ def _list(found: list[dict[str, Any]]) -> Table:
 
 
 def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     if search["outcome"] == "not_searched":
         norms = (
             f"gradient norm {number_text(search['grad_norm'])}, threshold "
             f"{number_text(search['threshold'], MISSING_THRESHOLD)}"
         )
-        say(f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
+        say(console, f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
         say(
+            console,
             "  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or "
-            "mend what makes every step spike"
+            "mend what makes every step spike",
         )
         return
     say(
+        console,
         f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, "
-        f"{search['acted']}"
+        f"{search['acted']}",
     )
     threshold, tau = (number_text(search[name], MISSING_THRESHOLD) for name in ("threshold", "tau"))
     say(
+        console,
         f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits "
         f"explain {number_text(search['explained'], 'a share not measured')} of the squared norm; "
         f"{_counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, "
-        f"{search['seconds']:.3g} s"
+        f"{search['seconds']:.3g} s",
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
         terms = _counted(search["removed_terms"], "term", "terms")
         say(
+            console,
             f"  {terms} left the loss; norm of the step that was applied instead "
-            f"{number_text(search['grad_norm_after'])}{above}"
+            f"{number_text(search['grad_norm_after'])}{above}",
         )
     if search["saved"]:
-        say(f"  its batch is kept: concord replay RUN {search['saved']}")
+        say(console, f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] == "inconclusive" and search["trigger"] != "suspects":
-        say("  the passes ended before the search did; raise trainer.gradloc.budget_passes")
+        say(console, "  the passes ended before the search did; raise trainer.gradloc.budget_passes")
     if search["outcome"] != "located" and search["culprits"]:
-        say("  what was found does not explain the norm; the tokens below are only the largest parts seen")
+        say(console, "  what was found does not explain the norm; the tokens below are only the largest parts seen")
     for culprit in search["culprits"]:
         _show_culprit(console, culprit)
 
@@ -125,17 +127,13 @@ def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
         f"{culprit['trajectory_id']} position {culprit['position']}, sampled under {culprit['policy']} by replica "
         f"{culprit['replica']}"
     )
-    console.print(
-        f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}", markup=False, highlight=False
-    )
+    say(console, f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}")
     token = f">>{culprit['token_text']}<<"
     console.print(
         Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]),
         highlight=False,
     )
-    table = Table()
-    for header in ("of the token", "", "what it is"):
-        table.add_column(header, justify="left" if header else "right")
+    table = table_of("of the token", "", "what it is", right=("",))
     for name, meaning in MEANINGS.items():
         table.add_row(
             name,

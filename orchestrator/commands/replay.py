@@ -10,9 +10,9 @@ from typing import cast
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from orchestrator.commands.run import prepare_model
+from orchestrator.commands.tables import say, table_of
 from orchestrator.run_dir.layout import open_run_dir
 from rollout.errors import UserError
 from rollout.published.digests import manifest_digest
@@ -131,17 +131,9 @@ def _number(value: float) -> float | str:
 
 
 def _run(run: ReplayRun) -> dict[str, object]:
-    return {
-        "name": run.name,
-        "dtype": run.dtype,
-        "deterministic": run.deterministic,
-        "finite": run.finite,
-        "loss": _number(run.loss),
-        "grad_norm": _number(run.grad_norm),
-        "block_norms": {block: _number(norm) for block, norm in run.block_norms},
-        "forward": None if run.forward is None else asdict(run.forward),
-        "backward": None if run.backward is None else asdict(run.backward),
-    }
+    norms = {block: _number(norm) for block, norm in run.block_norms}
+    numbers = {"loss": _number(run.loss), "grad_norm": _number(run.grad_norm), "block_norms": norms}
+    return {**asdict(run), "finite": run.finite, **numbers}
 
 
 def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
@@ -155,29 +147,27 @@ def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
 
 def _show(document: Mapping[str, object], report: ReplayReport) -> None:
     console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     say(
+        console,
         f"step {document['step']}, from {document['weights']} to {document['policy']}, was kept for: "
-        f"{document['kept_for']}"
+        f"{document['kept_for']}",
     )
-    table = Table(title=f"the fixed batch, on {report.device}")
-    for header in ("run", "dtype", "deterministic", "loss", "gradient norm", "first not finite, forward", "backward"):
-        table.add_column(header)
+    heads = ("run", "dtype", "deterministic", "loss", "gradient norm", "first not finite, forward", "backward")
+    table = table_of(*heads, title=f"the fixed batch, on {report.device}")
     for run in report.runs:
         places = [f"{place.block} ({place.micro_batch})" if place else "" for place in (run.forward, run.backward)]
         table.add_row(
             run.name, run.dtype, "yes" if run.deterministic else "", f"{run.loss:.6g}", f"{run.grad_norm:.6g}", *places
         )
     console.print(table)
-    say(f"verdict {document['verdict']}")
+    say(console, f"verdict {document['verdict']}")
     for line in words(report):
-        say(f"  {line}")
+        say(console, f"  {line}")
     for token in cast("list[dict[str, object]]", document["tokens"]):
         say(
-            f"  token {token['token_id']} {token['text']!r} at position {token['position']} of {token['trajectory_id']}"
+            console,
+            f"  token {token['token_id']} {token['text']!r} at position {token['position']} of "
+            f"{token['trajectory_id']}",
         )
     for note in cast("list[str]", document["notes"]):
-        say(f"  note: {note}")
+        say(console, f"  note: {note}")

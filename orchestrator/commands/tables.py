@@ -1,7 +1,7 @@
-"""Tables for people: the plan of a run before it starts, its summary afterwards."""
+"""Tables and lines for people: how each is printed; the plan of a run before it starts, its summary afterwards."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import cast
 
 from rich.console import Console
@@ -12,14 +12,25 @@ from orchestrator.launch.plan import resource_plan, totals
 from orchestrator.run_dir.layout import RunDir
 
 
+def say(console: Console, text: str) -> None:
+    """A line of plain text: what looks like markup in it is text, too."""
+    console.print(text, markup=False, highlight=False)
+
+
+def table_of(*heads: str, title: str | None = None, right: Collection[str] = ()) -> Table:
+    """A table with these columns, of which those in `right` hold numbers."""
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left")
+    return table
+
+
 def show_plan(config: RunConfig) -> None:
     """Print the resolved config as JSON, and the resource plan."""
     console = Console()
     console.print_json(config.model_dump_json())
     plan = resource_plan(config)
-    table = Table(title="resource plan")
-    for header in ("role", "count", "CPUs each", "GPUs each", "what"):
-        table.add_column(header)
+    table = table_of("role", "count", "CPUs each", "GPUs each", "what", title="resource plan")
     for share in plan:
         table.add_row(share.role, str(share.count), f"{share.cpus:g}", f"{share.gpus:g}", share.note)
     console.print(table)

@@ -64,6 +64,8 @@ class Accounts(Observer):
         self.reward_first: float | None = None
         self.reward_last = 0.0
         self.pauses: deque[float] = deque(maxlen=10_000)
+        self.longest_pause_s = 0.0
+        """Of a replica in the last weight update."""
         self.weight_updates = 0
         self.trained_tokens = 0
         self.trained_samples = 0
@@ -90,6 +92,12 @@ class Accounts(Observer):
         if header.dispatch_id in self._order:
             self._order[header.dispatch_id] = header
             self._advance()
+
+    def paused(self, pauses_s: Sequence[float]) -> None:
+        """A weight update paused the replicas for so long, each."""
+        self.pauses.extend(pauses_s)
+        self.longest_pause_s = max(pauses_s)
+        self.distributions.observe_all("concord_weight_update_pause_seconds", pauses_s)
 
     def end(self, dispatch_id: str) -> None:
         """A dispatch failed without a group."""
@@ -127,8 +135,7 @@ class Accounts(Observer):
     def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
         """Count the update and its pauses."""
         self.weight_updates += 1
-        self.pauses.extend(report.pause_s for report in reports)
-        self.distributions.observe_all("concord_weight_update_pause_seconds", (report.pause_s for report in reports))
+        self.paused([report.pause_s for report in reports])
 
     def trainer_worked(self, seconds: float) -> None:
         """The trainer was busy for so long."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from orchestrator.metrics.causes import Cause
 
+DO_NOT = "Do not "
+"""How every text of what not to do begins."""
 LAYER_3_TOOLS: tuple[str, ...] = ("gradient clip", "LayerClip", "ZClip", "AdaGC", "QK-Clip", "GradLoc", "learning rate")
 """What acts on numerical updates. None of it mends data or reward."""
 
@@ -26,268 +28,202 @@ _NOT_NUMERICS = (
 _NOT_POLICY = "Do not read KL, entropy or ratios until engine and trainer agree, and do not tune the policy by them."
 
 
+def _advice(*texts: str) -> Advice:
+    """What to do, in order, and what not: that begins with `DO_NOT`."""
+    return Advice(
+        do=tuple(text for text in texts if not text.startswith(DO_NOT)),
+        do_not=tuple(text for text in texts if text.startswith(DO_NOT)),
+    )
+
+
 ADVICE: Mapping[Cause, Advice] = {
-    Cause.EVALUATION_CHANGED: Advice(
-        do=(
-            (
-                "Compare the parts of the two fingerprints (events `evaluation`) and put back what changed, or start a "
-                "new line from here."
-            ),
-            "Score the version before the change again under the new configuration before you compare.",
-        ),
-        do_not=("Do not draw scores of both configurations as one line.", _NOT_NUMERICS),
+    Cause.EVALUATION_CHANGED: _advice(
+        "Compare the parts of the two fingerprints (events `evaluation`) and put back what changed, or start a new "
+        "line from here.",
+        "Score the version before the change again under the new configuration before you compare.",
+        "Do not draw scores of both configurations as one line.",
+        _NOT_NUMERICS,
     ),
-    Cause.TRAIN_EVAL_OVERLAP: Advice(
-        do=("Take the named prompts out of the training file, or hold other prompts out, and start again.",),
-        do_not=("Do not report this evaluation as generalisation.", _NOT_NUMERICS),
+    Cause.TRAIN_EVAL_OVERLAP: _advice(
+        "Take the named prompts out of the training file, or hold other prompts out, and start again.",
+        "Do not report this evaluation as generalisation.",
+        _NOT_NUMERICS,
     ),
-    Cause.DUPLICATE_PROMPTS: Advice(
-        do=("Remove repeated rows from the prompt file; if the weighting is meant, say so in the file's name.",),
-        do_not=("Do not count passes by prompts while some come twice.", _NOT_NUMERICS),
+    Cause.DUPLICATE_PROMPTS: _advice(
+        "Remove repeated rows from the prompt file; if the weighting is meant, say so in the file's name.",
+        "Do not count passes by prompts while some come twice.",
+        _NOT_NUMERICS,
     ),
-    Cause.ENVIRONMENT_FAILURES: Advice(
-        do=(
-            (
-                "Read `detail` of the `failed` events and mend the environment or the prompt; `concord explain RUN "
-                "DISPATCH` shows one."
-            ),
-        ),
-        do_not=(
-            "Do not raise episodes.max_attempts to drown the failures: what is left over is a selection.",
-            _NOT_NUMERICS,
-        ),
+    Cause.ENVIRONMENT_FAILURES: _advice(
+        "Read `detail` of the `failed` events and mend the environment or the prompt; `concord explain RUN DISPATCH` "
+        "shows one.",
+        "Do not raise episodes.max_attempts to drown the failures: what is left over is a selection.",
+        _NOT_NUMERICS,
     ),
-    Cause.REWARD_FAILURES: Advice(
-        do=(
-            (
-                "Call the reward function on the prompts named in the `failed` events, and mend it; raise "
-                "reward_workers.deadline_s if it is only slow."
-            ),
-        ),
-        do_not=(
-            "Do not let the failing prompts drop out: training then selects by what the reward can judge.",
-            _NOT_NUMERICS,
-        ),
+    Cause.REWARD_FAILURES: _advice(
+        "Call the reward function on the prompts named in the `failed` events, and mend it; raise "
+        "reward_workers.deadline_s if it is only slow.",
+        "Do not let the failing prompts drop out: training then selects by what the reward can judge.",
+        _NOT_NUMERICS,
     ),
-    Cause.REWARD_INVERTED: Advice(
-        do=(
-            (
-                "Read ten trajectories with high reward and ten with low (`concord explain`) and judge them by hand: "
-                "look for a flipped sign or comparison."
-            ),
-            (
-                "Compare with the reward of the first steps, and go back to the last checkpoint before the evaluation "
-                "fell."
-            ),
-        ),
-        do_not=(_NOT_NUMERICS, "Do not train on in the hope that the evaluation follows."),
+    Cause.REWARD_INVERTED: _advice(
+        "Read ten trajectories with high reward and ten with low (`concord explain`) and judge them by hand: look "
+        "for a flipped sign or comparison.",
+        "Compare with the reward of the first steps, and go back to the last checkpoint before the evaluation fell.",
+        _NOT_NUMERICS,
+        "Do not train on in the hope that the evaluation follows.",
     ),
-    Cause.LENGTH_REWARD: Advice(
-        do=(
-            (
-                "Take what pays for length out of the reward: normalise by length, or cap it; then go back to the "
-                "checkpoint before length grew."
-            ),
-            "Watch `length_mean` and the evaluation together, not the reward alone.",
-        ),
-        do_not=(_NOT_NUMERICS, "Do not raise sampling.max_new_tokens to give the growth more room."),
+    Cause.LENGTH_REWARD: _advice(
+        "Take what pays for length out of the reward: normalise by length, or cap it; then go back to the checkpoint "
+        "before length grew.",
+        "Watch `length_mean` and the evaluation together, not the reward alone.",
+        _NOT_NUMERICS,
+        "Do not raise sampling.max_new_tokens to give the growth more room.",
     ),
-    Cause.LENGTH_GROWTH: Advice(
-        do=("Evaluate (evaluation.every_steps): only held-out scores say whether longer answers are better ones.",),
-        do_not=(_NOT_NUMERICS, "Do not take a reward that rises with the length for progress."),
+    Cause.LENGTH_GROWTH: _advice(
+        "Evaluate (evaluation.every_steps): only held-out scores say whether longer answers are better ones.",
+        _NOT_NUMERICS,
+        "Do not take a reward that rises with the length for progress.",
     ),
-    Cause.EASY_PROMPTS: Advice(
-        do=("Choose prompts that the present policy solves in 30 to 70 % of its samples, or mix harder ones in.",),
-        do_not=(_NOT_NUMERICS, "Do not take the high training reward for progress."),
+    Cause.EASY_PROMPTS: _advice(
+        "Choose prompts that the present policy solves in 30 to 70 % of its samples, or mix harder ones in.",
+        _NOT_NUMERICS,
+        "Do not take the high training reward for progress.",
     ),
-    Cause.HARD_PROMPTS: Advice(
-        do=(
-            (
-                "Check that the reward can be won at all (one known right answer through it), then start with easier "
-                "prompts or a better start model."
-            ),
-        ),
-        do_not=(_NOT_NUMERICS, "Do not raise the number of steps: without a right answer there is no gradient."),
+    Cause.HARD_PROMPTS: _advice(
+        "Check that the reward can be won at all (one known right answer through it), then start with easier prompts "
+        "or a better start model.",
+        _NOT_NUMERICS,
+        "Do not raise the number of steps: without a right answer there is no gradient.",
     ),
-    Cause.WRONG_DIFFICULTY: Advice(
-        do=("Choose prompts that the present policy solves in 30 to 70 % of its samples: look at `group_pass_rate`.",),
-        do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
+    Cause.WRONG_DIFFICULTY: _advice(
+        "Choose prompts that the present policy solves in 30 to 70 % of its samples: look at `group_pass_rate`.",
+        _NOT_NUMERICS,
+        "Do not raise the number of steps: groups without a difference have no gradient.",
     ),
-    Cause.FLAT_REWARD: Advice(
-        do=(
-            (
-                "Judge two different answers to one prompt by hand with the reward function: does it see the "
-                "difference, or is it rounded or capped away?"
-            ),
-        ),
-        do_not=(_NOT_NUMERICS, "Do not raise the number of steps: groups without a difference have no gradient."),
+    Cause.FLAT_REWARD: _advice(
+        "Judge two different answers to one prompt by hand with the reward function: does it see the difference, or "
+        "is it rounded or capped away?",
+        _NOT_NUMERICS,
+        "Do not raise the number of steps: groups without a difference have no gradient.",
     ),
-    Cause.GROUPS_ALIKE: Advice(
-        do=(
-            (
-                "Look at `group_pass_rate`: leave out prompts that are always solved and those that never are, or draw "
-                "larger groups."
-            ),
-        ),
-        do_not=(
-            _NOT_NUMERICS,
-            "Do not take the mean reward for the difficulty: half solved and half lost has the mean of a good batch.",
-        ),
+    Cause.GROUPS_ALIKE: _advice(
+        "Look at `group_pass_rate`: leave out prompts that are always solved and those that never are, or draw "
+        "larger groups.",
+        _NOT_NUMERICS,
+        "Do not take the mean reward for the difficulty: half solved and half lost has the mean of a good batch.",
     ),
-    Cause.REWARD_DETACHED: Advice(
-        do=(
-            (
-                "Read trajectories with high reward (`concord explain`): what does the policy do that the reward pays "
-                "for and the evaluation does not?"
-            ),
-            "Mend the reward, then go back to the last checkpoint at which both rose.",
-        ),
-        do_not=(_NOT_NUMERICS, "Do not choose a checkpoint by training reward."),
+    Cause.REWARD_DETACHED: _advice(
+        "Read trajectories with high reward (`concord explain`): what does the policy do that the reward pays for "
+        "and the evaluation does not?",
+        "Mend the reward, then go back to the last checkpoint at which both rose.",
+        _NOT_NUMERICS,
+        "Do not choose a checkpoint by training reward.",
     ),
-    Cause.SOLVED: Advice(
-        do=("Nothing, if the evaluation agrees; for more, bring harder prompts.",),
-        do_not=("Do not add an entropy bonus to a policy that is simply right.",),
+    Cause.SOLVED: _advice(
+        "Nothing, if the evaluation agrees; for more, bring harder prompts.",
+        "Do not add an entropy bonus to a policy that is simply right.",
     ),
-    Cause.POLICY_COLLAPSE: Advice(
-        do=(
-            (
-                "Look at clip_fraction_* and learning_rate: lower trainer.optimizer.learning_rate, or set "
-                "trainer.algorithm.kl_coef."
-            ),
-            "Go on from the last checkpoint before the entropy fell.",
-        ),
-        do_not=(
-            "Do not hide it with an entropy bonus alone.",
-            "Do not conclude anything from KL while a finding of layer 4 marks it untrusted.",
-        ),
+    Cause.POLICY_COLLAPSE: _advice(
+        "Look at clip_fraction_* and learning_rate: lower trainer.optimizer.learning_rate, or set "
+        "trainer.algorithm.kl_coef.",
+        "Go on from the last checkpoint before the entropy fell.",
+        "Do not hide it with an entropy bonus alone.",
+        "Do not conclude anything from KL while a finding of layer 4 marks it untrusted.",
     ),
-    Cause.NON_FINITE: Advice(
-        do=(
-            (
-                "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the "
-                "batch, the number format or the state?"
-            ),
-            "Then go on from the last checkpoint before it.",
-        ),
-        do_not=("Do not change the learning rate before you know which token or block came first.",),
+    Cause.NON_FINITE: _advice(
+        "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the batch, the "
+        "number format or the state?",
+        "Then go on from the last checkpoint before it.",
+        "Do not change the learning rate before you know which token or block came first.",
     ),
-    Cause.GRADIENT_SPIKE: Advice(
-        do=(
-            (
-                "Find the token behind it (GradLoc), and look at the trajectory; a clip by block keeps such a step from"
-                " doing harm."
-            ),
-        ),
-        do_not=("Do not lower the learning rate for one token.",),
+    Cause.GRADIENT_SPIKE: _advice(
+        "Find the token behind it (GradLoc), and look at the trajectory; a clip by block keeps such a step from "
+        "doing harm.",
+        "Do not lower the learning rate for one token.",
     ),
-    Cause.ATTENTION_LOGITS: Advice(
-        do=("Turn trainer.optimizer.qk_clip on, or use a model with query and key norms.",),
-        do_not=("Do not answer with a tighter global clip: it shrinks every block for the sake of one head.",),
+    Cause.ATTENTION_LOGITS: _advice(
+        "Turn trainer.optimizer.qk_clip on, or use a model with query and key norms.",
+        "Do not answer with a tighter global clip: it shrinks every block for the sake of one head.",
     ),
-    Cause.BLOCK_IMBALANCE: Advice(
-        do=(
-            (
-                "Look at the block's rows in block_metrics (activations, attention logits, update ratio); a clip by "
-                "block bounds it."
-            ),
-        ),
-        do_not=("Do not tighten the global clip, which shrinks the healthy blocks as well.",),
+    Cause.BLOCK_IMBALANCE: _advice(
+        "Look at the block's rows in block_metrics (activations, attention logits, update ratio); a clip by block "
+        "bounds it.",
+        "Do not tighten the global clip, which shrinks the healthy blocks as well.",
     ),
-    Cause.GRADIENT_COLLAPSE: Advice(
-        do=("Check correction_zero_fraction, masks and clip fractions: something takes the terms out of the loss.",),
-        do_not=("Do not raise the learning rate to make up for it.",),
+    Cause.GRADIENT_COLLAPSE: _advice(
+        "Check correction_zero_fraction, masks and clip fractions: something takes the terms out of the loss.",
+        "Do not raise the learning rate to make up for it.",
     ),
-    Cause.TOKENIZER: Advice(
-        do=(
-            (
-                "Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of"
-                " one trajectory."
-            ),
-        ),
-        do_not=(_NOT_POLICY, "Do not repair other tokens with importance weights."),
+    Cause.TOKENIZER: _advice(
+        "Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of one "
+        "trajectory.",
+        _NOT_POLICY,
+        "Do not repair other tokens with importance weights.",
     ),
-    Cause.LOGPROB_SEMANTICS: Advice(
-        do=("Compare the engine's sampling (temperature, top-p, top-k, logprobs mode) with the run's [sampling].",),
-        do_not=(_NOT_POLICY,),
+    Cause.LOGPROB_SEMANTICS: _advice(
+        "Compare the engine's sampling (temperature, top-p, top-k, logprobs mode) with the run's [sampling].",
+        _NOT_POLICY,
     ),
-    Cause.WEIGHT_SYNC: Advice(
-        do=(
-            (
-                "Look at the replica's update: digest, canary gap, engine version; it is restarted by itself, and its "
-                "groups were rejected."
-            ),
-        ),
-        do_not=(_NOT_POLICY, "Do not raise the canary's tolerance."),
+    Cause.WEIGHT_SYNC: _advice(
+        "Look at the replica's update: digest, canary gap, engine version; it is restarted by itself, and its groups "
+        "were rejected.",
+        _NOT_POLICY,
+        "Do not raise the canary's tolerance.",
     ),
-    Cause.VERSION_TAG: Advice(
-        do=("Look at how the engine labels its spans: the version before or after closes the gap.",),
-        do_not=(_NOT_POLICY, "Do not trust staleness while labels are wrong."),
+    Cause.VERSION_TAG: _advice(
+        "Look at how the engine labels its spans: the version before or after closes the gap.",
+        _NOT_POLICY,
+        "Do not trust staleness while labels are wrong.",
     ),
-    Cause.ROUTING: Advice(
-        do=("Replay the engine's experts (engine.return_routing, trainer.replay_routing).",), do_not=(_NOT_POLICY,)
+    Cause.ROUTING: _advice("Replay the engine's experts (engine.return_routing, trainer.replay_routing).", _NOT_POLICY),
+    Cause.PRECISION: _advice(
+        "Compare declared dtypes of weights, KV and head; use the same on both sides, or a correction by name.",
+        _NOT_POLICY,
     ),
-    Cause.PRECISION: Advice(
-        do=("Compare declared dtypes of weights, KV and head; use the same on both sides, or a correction by name.",),
-        do_not=(_NOT_POLICY,),
+    Cause.STALE_KV: _advice(
+        'Set engine.kv_across_versions = "recompute", and check that the engine obeys.', _NOT_POLICY
     ),
-    Cause.STALE_KV: Advice(
-        do=('Set engine.kv_across_versions = "recompute", and check that the engine obeys.',), do_not=(_NOT_POLICY,)
+    Cause.LOW_PROBABILITY_TAIL: _advice(
+        "Bound the ratios (consistency.correction), and look at the tokens with `concord explain`.", _NOT_POLICY
     ),
-    Cause.LOW_PROBABILITY_TAIL: Advice(
-        do=("Bound the ratios (consistency.correction), and look at the tokens with `concord explain`.",),
-        do_not=(_NOT_POLICY,),
+    Cause.UNKNOWN_GAP: _advice(
+        "Take the replica's audited trajectories apart with `concord explain`; compare kernels and versions of the "
+        "engine with a healthy replica.",
+        _NOT_POLICY,
+        "Do not widen the limits until it is quiet.",
     ),
-    Cause.UNKNOWN_GAP: Advice(
-        do=(
-            (
-                "Take the replica's audited trajectories apart with `concord explain`; compare kernels and versions of "
-                "the engine with a healthy replica."
-            ),
-        ),
-        do_not=(_NOT_POLICY, "Do not widen the limits until it is quiet."),
+    Cause.GAP_DRIFT: _advice(
+        "Compare engine and trainer formats as for `precision`: weights that grow leave the grid of a narrow format.",
+        _NOT_POLICY,
     ),
-    Cause.GAP_DRIFT: Advice(
-        do=(
-            (
-                "Compare engine and trainer formats as for `precision`: weights that grow leave the grid of a narrow "
-                "format."
-            ),
-        ),
-        do_not=(_NOT_POLICY,),
+    Cause.ROUTING_INCOMPLETE: _advice(
+        "Check that the replica returns routing for whole sequences, prefix-cache hits included.",
+        "Do not fill missing routing with the trainer's own choice and call it a replay.",
     ),
-    Cause.ROUTING_INCOMPLETE: Advice(
-        do=("Check that the replica returns routing for whole sequences, prefix-cache hits included.",),
-        do_not=("Do not fill missing routing with the trainer's own choice and call it a replay.",),
+    Cause.ENGINE_FAILURES: _advice(
+        "Read `detail` of the `failed` events: which replica, which request, what it answered.",
+        "Do not raise episodes.max_attempts before you know why requests fail.",
     ),
-    Cause.ENGINE_FAILURES: Advice(
-        do=("Read `detail` of the `failed` events: which replica, which request, what it answered.",),
-        do_not=("Do not raise episodes.max_attempts before you know why requests fail.",),
+    Cause.REPLICA_FAILURES: _advice(
+        "Read `reason` of the `replica_failed` events, and the replica's stacks and log.",
+        "Do not lower the number of replicas to hide one that dies.",
     ),
-    Cause.REPLICA_FAILURES: Advice(
-        do=("Read `reason` of the `replica_failed` events, and the replica's stacks and log.",),
-        do_not=("Do not lower the number of replicas to hide one that dies.",),
+    Cause.REWARD_WORKER: _advice(
+        "Look for what ends the process (memory, a signal, sys.exit in the reward's code): run the reward on the "
+        "named prompt by hand.",
+        "Do not raise reward_workers.deadline_s: the worker is dead, not slow.",
     ),
-    Cause.REWARD_WORKER: Advice(
-        do=(
-            (
-                "Look for what ends the process (memory, a signal, sys.exit in the reward's code): run the reward on "
-                "the named prompt by hand."
-            ),
-        ),
-        do_not=("Do not raise reward_workers.deadline_s: the worker is dead, not slow.",),
+    Cause.WORKER_LOST: _advice(
+        "Read `detail` of the `worker_lost` and `auditor_lost` events; look at memory of the machine.",
+        "Do not add workers before the reason is known.",
     ),
-    Cause.WORKER_LOST: Advice(
-        do=("Read `detail` of the `worker_lost` and `auditor_lost` events; look at memory of the machine.",),
-        do_not=("Do not add workers before the reason is known.",),
+    Cause.SLOW_REPLICA: _advice(
+        "Compare the replica's machine, cores and load with the others'; restart it elsewhere.",
+        "Do not raise max_staleness to make room for one slow replica.",
     ),
-    Cause.SLOW_REPLICA: Advice(
-        do=("Compare the replica's machine, cores and load with the others'; restart it elsewhere.",),
-        do_not=("Do not raise max_staleness to make room for one slow replica.",),
-    ),
-    Cause.STALE_WORK: Advice(
-        do=(
-            "Let rollout run less far ahead, or speed it up: fewer concurrent groups, shorter answers, more replicas.",
-        ),
-        do_not=("Do not raise max_staleness before you have looked at which replica or prompt is slow.",),
+    Cause.STALE_WORK: _advice(
+        "Let rollout run less far ahead, or speed it up: fewer concurrent groups, shorter answers, more replicas.",
+        "Do not raise max_staleness before you have looked at which replica or prompt is slow.",
     ),
 }

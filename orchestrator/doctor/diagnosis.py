@@ -3,41 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.doctor import rules_difficulty as difficulty
+from orchestrator.doctor import rules_inputs as inputs
+from orchestrator.doctor import rules_numerical as numerical
+from orchestrator.doctor import rules_policy as policy
+from orchestrator.doctor import rules_reward as reward
+from orchestrator.doctor import rules_system as system
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.rules_data import (
-    duplicate_prompts,
-    easy_prompts,
-    environment_failures,
-    evaluation_changed,
-    flat_reward,
-    hard_prompts,
-    length_reward,
-    reward_detached,
-    reward_failures,
-    reward_inverted,
-    solved,
-    train_eval_overlap,
-)
-from orchestrator.doctor.rules_difficulty import groups_alike, length_growth, wrong_difficulty
-from orchestrator.doctor.rules_numerical import (
-    attention_logits,
-    block_imbalance,
-    gradient_collapse,
-    gradient_spike,
-    non_finite,
-)
-from orchestrator.doctor.rules_policy import policy_collapse
-from orchestrator.doctor.rules_system import (
-    disagreement,
-    engine_failures,
-    gap_drift,
-    replica_failures,
-    reward_worker,
-    routing_incomplete,
-    slow_replica,
-    stale_work,
-    worker_lost,
-)
 from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.run_dir.record import Record
 
@@ -48,37 +20,37 @@ _GAP_CAUSES = (
     *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV, Cause.LOW_PROBABILITY_TAIL),
 )
 RULES: Mapping[Cause, Rule] = {
-    Cause.EVALUATION_CHANGED: evaluation_changed,
-    Cause.TRAIN_EVAL_OVERLAP: train_eval_overlap,
-    Cause.DUPLICATE_PROMPTS: duplicate_prompts,
-    Cause.ENVIRONMENT_FAILURES: environment_failures,
-    Cause.REWARD_FAILURES: reward_failures,
-    Cause.REWARD_INVERTED: reward_inverted,
-    Cause.LENGTH_REWARD: length_reward,
-    Cause.LENGTH_GROWTH: length_growth,
-    Cause.EASY_PROMPTS: easy_prompts,
-    Cause.HARD_PROMPTS: hard_prompts,
-    Cause.WRONG_DIFFICULTY: wrong_difficulty,
-    Cause.FLAT_REWARD: flat_reward,
-    Cause.GROUPS_ALIKE: groups_alike,
-    Cause.REWARD_DETACHED: reward_detached,
-    Cause.SOLVED: solved,
-    Cause.POLICY_COLLAPSE: policy_collapse,
-    Cause.NON_FINITE: non_finite,
-    Cause.BLOCK_IMBALANCE: block_imbalance,
-    Cause.GRADIENT_SPIKE: gradient_spike,
-    Cause.ATTENTION_LOGITS: attention_logits,
-    Cause.GRADIENT_COLLAPSE: gradient_collapse,
-    **{cause: disagreement(cause, cause.value) for cause in _GAP_CAUSES},
-    Cause.UNKNOWN_GAP: disagreement(Cause.UNKNOWN_GAP, "unknown"),
-    Cause.GAP_DRIFT: gap_drift,
-    Cause.ROUTING_INCOMPLETE: routing_incomplete,
-    Cause.ENGINE_FAILURES: engine_failures,
-    Cause.REPLICA_FAILURES: replica_failures,
-    Cause.REWARD_WORKER: reward_worker,
-    Cause.WORKER_LOST: worker_lost,
-    Cause.SLOW_REPLICA: slow_replica,
-    Cause.STALE_WORK: stale_work,
+    Cause.EVALUATION_CHANGED: inputs.evaluation_changed,
+    Cause.TRAIN_EVAL_OVERLAP: inputs.train_eval_overlap,
+    Cause.DUPLICATE_PROMPTS: inputs.duplicate_prompts,
+    Cause.ENVIRONMENT_FAILURES: inputs.environment_failures,
+    Cause.REWARD_FAILURES: inputs.reward_failures,
+    Cause.REWARD_INVERTED: reward.reward_inverted,
+    Cause.LENGTH_REWARD: reward.length_reward,
+    Cause.LENGTH_GROWTH: reward.length_growth,
+    Cause.EASY_PROMPTS: difficulty.easy_prompts,
+    Cause.HARD_PROMPTS: difficulty.hard_prompts,
+    Cause.WRONG_DIFFICULTY: difficulty.wrong_difficulty,
+    Cause.FLAT_REWARD: difficulty.flat_reward,
+    Cause.GROUPS_ALIKE: difficulty.groups_alike,
+    Cause.REWARD_DETACHED: reward.reward_detached,
+    Cause.SOLVED: reward.solved,
+    Cause.POLICY_COLLAPSE: policy.policy_collapse,
+    Cause.NON_FINITE: numerical.non_finite,
+    Cause.BLOCK_IMBALANCE: numerical.block_imbalance,
+    Cause.GRADIENT_SPIKE: numerical.gradient_spike,
+    Cause.ATTENTION_LOGITS: numerical.attention_logits,
+    Cause.GRADIENT_COLLAPSE: numerical.gradient_collapse,
+    **{cause: system.disagreement(cause, cause.value) for cause in _GAP_CAUSES},
+    Cause.UNKNOWN_GAP: system.disagreement(Cause.UNKNOWN_GAP, "unknown"),
+    Cause.GAP_DRIFT: system.gap_drift,
+    Cause.ROUTING_INCOMPLETE: system.routing_incomplete,
+    Cause.ENGINE_FAILURES: system.engine_failures,
+    Cause.REPLICA_FAILURES: system.replica_failures,
+    Cause.REWARD_WORKER: system.reward_worker,
+    Cause.WORKER_LOST: system.worker_lost,
+    Cause.SLOW_REPLICA: system.slow_replica,
+    Cause.STALE_WORK: system.stale_work,
 }
 """The rule of each cause, in causal order."""
 RATIO_SERIES = (

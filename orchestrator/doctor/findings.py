@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from orchestrator.doctor.advice import ADVICE, Advice
 from orchestrator.metrics.causes import LAYER, Cause
@@ -28,7 +29,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Numbers: TypeAlias = tuple[tuple[str, float], ...]
+"""(what, value): what was measured, and the limit it was held against."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One series, where it was looked at, and the numbers that decided."""
 
@@ -36,12 +41,11 @@ class Evidence:
     """A column of the metric parts, a kind of event, or `failed:REASON` and `rejected:REASON`."""
     first_step: int
     last_step: int
-    numbers: tuple[tuple[str, float], ...]
-    """(what, value): what was measured, and the limit it was held against."""
+    numbers: Numbers
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that a rule found."""
 

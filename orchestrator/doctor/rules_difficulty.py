@@ -1,25 +1,24 @@
-"""Layer 1, what the rules of `rules_data` leave over: prompts of the wrong difficulty, groups without a difference,
-longer answers."""
+"""Layer 1, whether prompts teach: too easy, too hard, of one reward for all, or without a difference in a group."""
 
-from orchestrator.doctor.evaluations import compared
+from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.rules_data import (
-    EASY_SHARE,
-    HARD_FROM_START,
-    LEAST_EVALUATIONS,
-    LENGTH_GROWTH,
-    PERSISTENCE,
-    REWARD_ERRORS,
-    WINDOW,
-    easy_prompts,
-    flat_reward,
-    hard_prompts,
-    length_reward,
-)
-from orchestrator.doctor.trends import change, level, share, since
+from orchestrator.doctor.rules_reward import REWARD_ERRORS, SCORE_ERRORS, length_reward, reward_inverted
+from orchestrator.doctor.trends import change, level, since
+from orchestrator.doctor.windows import WINDOW, held, newest
 from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record
 
+EASY_SHARE = 0.5
+"""Share of groups without any difference, all of them right, above which prompts are easy."""
+EASY_GAP = 0.15
+"""By which the evaluation must lie below the training reward for that to be more than the end of learning."""
+HARD_SHARE = 0.9
+"""Share of groups without a right answer above which prompts are too hard."""
+HARD_FROM_START = 0.5
+"""The same at the start of the run: where groups were solved before, the policy was lost, not the prompts."""
+FLAT_SHARE = 0.5
+"""Share of groups without any difference, neither solved nor lost, above which the reward does not tell answers
+apart."""
 LEAST_PASS = 0.3
 MOST_PASS = 0.7
 """Mean reward, of rewards between 0 and 1, between which prompts teach most."""
@@ -29,24 +28,61 @@ UNSOLVED_SHARE = 0.2
 """Share of groups without any difference that are not solved: with fewer, the policy is simply right."""
 
 
-def length_growth(record: Record) -> Finding | None:
-    """Answers grow, and no evaluation says whether for the better."""
-    length = change(record.column("length_mean"), WINDOW)
-    if length is None or length.ratio < LENGTH_GROWTH or not length.rises(REWARD_ERRORS):
+def easy_prompts(record: Record) -> Finding | None:
+    """Nearly all groups are solved, and the evaluation is not; by a reward that can be believed."""
+    solved, alike = record.column("all_correct_groups")[-WINDOW:], record.column("zero_variance_groups")[-WINDOW:]
+    every = lines(record)
+    if solved.size < WINDOW or not every or min(level(solved), level(alike)) < EASY_SHARE:
         return None
-    if compared(record, LEAST_EVALUATIONS) is not None or length_reward(record) is not None:
+    if length_reward(record) is not None or reward_inverted(record) is not None:
         return None
-    first, last = int(record.steps[0]), record.last_step
-    numbers = (("from", length.before), ("to", length.after), ("limit of the ratio", LENGTH_GROWTH))
+    point, reward = every[-1].points[-1], level(record.column("reward_mean")[-WINDOW:])
+    score, version = point.number("score"), int(point.number("version"))
+    if not reward - score > max(EASY_GAP, SCORE_ERRORS * point.number("stderr")):
+        return None
     return Finding(
-        cause=Cause.LENGTH_GROWTH,
-        severity=Severity.INFO,
-        since=first,
-        summary=(
-            f"length grew from {length.before:.3g} to {length.after:.3g} tokens, and there are too few evaluations to "
-            "say whether for the better"
+        Cause.EASY_PROMPTS,
+        Severity.WARN,
+        since(record.steps, record.column("all_correct_groups") >= EASY_SHARE / 2),
+        f"{level(solved):.0%} of the trained groups are solved by every sample, while the evaluation stands at "
+        f"{score:.2f}",
+        (
+            newest(record, "all_correct_groups", ("mean", level(solved)), ("limit", EASY_SHARE)),
+            Evidence("eval_score", version, version, (("score", score), ("training reward", reward))),
         ),
-        evidence=(Evidence(series="length_mean", first_step=first, last_step=last, numbers=numbers),),
+    )
+
+
+def hard_prompts(record: Record) -> Finding | None:
+    """Nearly no group has a right answer."""
+    wrong = record.column("all_wrong_groups")
+    found = held(record, wrong, wrong >= HARD_SHARE)
+    if found is None or not level(wrong[:WINDOW]) >= HARD_FROM_START:
+        return None
+    return Finding(
+        Cause.HARD_PROMPTS,
+        Severity.WARN,
+        found.since,
+        f"{found.level:.0%} of the trained groups have no right answer at all",
+        (newest(record, "all_wrong_groups", ("mean", found.level), ("limit", HARD_SHARE)),),
+    )
+
+
+def flat_reward(record: Record) -> Finding | None:
+    """Groups without a difference that are neither right nor wrong."""
+    alike = (
+        record.column("zero_variance_groups") - record.column("all_correct_groups") - record.column("all_wrong_groups")
+    )
+    if (found := held(record, alike, alike >= FLAT_SHARE)) is None:
+        return None
+    reward = level(record.column("reward_mean")[-WINDOW:])
+    return Finding(
+        Cause.FLAT_REWARD,
+        Severity.WARN,
+        found.since,
+        f"{found.level:.0%} of the trained groups got one and the same reward for all samples, neither right nor wrong "
+        f"(mean {reward:.2f})",
+        (newest(record, "zero_variance_groups", ("mean", found.level), ("limit", FLAT_SHARE)),),
     )
 
 
@@ -54,41 +90,29 @@ def wrong_difficulty(record: Record) -> Finding | None:
     """The mean pass rate lies outside 30 to 70 %; a warning where most groups are lost or solved from the start, and
     the reward does not rise."""
     rewards = record.column("reward_mean")
-    newest, moved = rewards[-WINDOW:], change(rewards, WINDOW)
-    outside = (newest < LEAST_PASS) | (newest > MOST_PASS)
+    low = level(rewards[-WINDOW:]) < LEAST_PASS
+    outside = (rewards < LEAST_PASS) | (rewards > MOST_PASS)
+    found = held(record, rewards, outside, (rewards < LEAST_PASS) if low else (rewards > MOST_PASS))
     told = any(rule(record) is not None for rule in (easy_prompts, hard_prompts, flat_reward))
-    if newest.size < WINDOW or share(outside) < PERSISTENCE or told or not 0.0 <= level(newest) <= 1.0:
+    if found is None or told or not 0.0 <= found.level <= 1.0:
         return None
-    if moved is not None and moved.falls(REWARD_ERRORS):
+    reward = change(rewards, WINDOW)
+    if reward is not None and reward.falls(REWARD_ERRORS):
         return None  # the policy was lost, not the prompts chosen wrongly
-    low = level(newest) < LEAST_PASS
     name, limit = ("all_wrong_groups", HARD_FROM_START) if low else ("all_correct_groups", EASY_SHARE)
     ends = [level(record.column(name)[part]) for part in (slice(WINDOW), slice(-WINDOW, None))]
     if max(level(record.column(which)[-WINDOW:]) for which in ("all_wrong_groups", "all_correct_groups")) <= 0:
         return None  # rewards that have no right and wrong have no difficulty either
-    stuck = moved is not None and not moved.rises(REWARD_ERRORS) and min(ends) >= limit
-    first, last = int(record.steps[-WINDOW]), record.last_step
+    stuck = reward is not None and not reward.rises(REWARD_ERRORS) and min(ends) >= limit
     return Finding(
-        cause=Cause.WRONG_DIFFICULTY,
-        severity=Severity.WARN if stuck else Severity.INFO,
-        since=since(record.steps, (rewards < LEAST_PASS) if low else (rewards > MOST_PASS)),
-        summary=(
-            f"the mean reward is {level(newest):.2f}, outside {LEAST_PASS:.0%} to {MOST_PASS:.0%}, and {ends[1]:.0%} of"
-            f" the trained groups are {'lost' if low else 'solved'} by every sample"
-        ),
-        evidence=(
-            Evidence(
-                series="reward_mean",
-                first_step=first,
-                last_step=last,
-                numbers=(("mean", level(newest)), ("limit", LEAST_PASS if low else MOST_PASS)),
-            ),
-            Evidence(
-                series=name,
-                first_step=first,
-                last_step=last,
-                numbers=(("at the start", ends[0]), ("now", ends[1]), ("limit", limit)),
-            ),
+        Cause.WRONG_DIFFICULTY,
+        Severity.WARN if stuck else Severity.INFO,
+        found.since,
+        f"the mean reward is {found.level:.2f}, outside {LEAST_PASS:.0%} to {MOST_PASS:.0%}, and {ends[1]:.0%} of the "
+        f"trained groups are {'lost' if low else 'solved'} by every sample",
+        (
+            newest(record, "reward_mean", ("mean", found.level), ("limit", LEAST_PASS if low else MOST_PASS)),
+            newest(record, name, ("at the start", ends[0]), ("now", ends[1]), ("limit", limit)),
         ),
     )
 
@@ -96,28 +120,21 @@ def wrong_difficulty(record: Record) -> Finding | None:
 def groups_alike(record: Record) -> Finding | None:
     """Most groups have no difference, many of them unsolved, and no rule above says why."""
     alike = record.column("zero_variance_groups")
-    unsolved, moved = alike - record.column("all_correct_groups"), change(record.column("reward_mean"), WINDOW)
-    newest = alike[-WINDOW:]
-    if (
-        newest.size < WINDOW
-        or share(newest >= ALIKE_SHARE) < PERSISTENCE
-        or not level(unsolved[-WINDOW:]) >= UNSOLVED_SHARE
-    ):
+    unsolved = level((alike - record.column("all_correct_groups"))[-WINDOW:])
+    found, reward = held(record, alike, alike >= ALIKE_SHARE), change(record.column("reward_mean"), WINDOW)
+    if found is None or not unsolved >= UNSOLVED_SHARE:
         return None
-    if moved is None or moved.falls(REWARD_ERRORS):
+    if reward is None or reward.falls(REWARD_ERRORS):
         return None  # the policy was lost, or nobody can say yet
-    found = [rule(record) for rule in (hard_prompts, flat_reward, wrong_difficulty)]
-    if any(one is not None and one.severity is not Severity.INFO for one in found):
+    others = [rule(record) for rule in (hard_prompts, flat_reward, wrong_difficulty)]
+    if any(one is not None and one.severity is not Severity.INFO for one in others):
         return None
-    first, last = int(record.steps[-WINDOW]), record.last_step
-    numbers = (("mean", level(newest)), ("limit", ALIKE_SHARE), ("of them unsolved", level(unsolved[-WINDOW:])))
+    numbers = (("mean", found.level), ("limit", ALIKE_SHARE), ("of them unsolved", unsolved))
     return Finding(
-        cause=Cause.GROUPS_ALIKE,
-        severity=Severity.WARN,
-        since=since(record.steps, alike >= ALIKE_SHARE),
-        summary=(
-            f"{level(newest):.0%} of the trained groups have no difference in reward, {level(unsolved[-WINDOW:]):.0%} "
-            "of all without being solved"
-        ),
-        evidence=(Evidence(series="zero_variance_groups", first_step=first, last_step=last, numbers=numbers),),
+        Cause.GROUPS_ALIKE,
+        Severity.WARN,
+        found.since,
+        f"{found.level:.0%} of the trained groups have no difference in reward, {unsolved:.0%} of all without being "
+        "solved",
+        (newest(record, "zero_variance_groups", *numbers),),
     )

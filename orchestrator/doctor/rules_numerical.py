@@ -3,7 +3,8 @@
 import numpy as np
 
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
-from orchestrator.doctor.trends import level, share
+from orchestrator.doctor.trends import level
+from orchestrator.doctor.windows import WINDOW, held, newest
 from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record, Values
 
@@ -19,8 +20,6 @@ are small and one is not."""
 MAX_LOGIT = 100.0
 COLLAPSE = 0.01
 """Gradient norm over its median at the start, below which it has collapsed."""
-WINDOW = 10
-PERSISTENCE = 0.8
 REASON = "non-finite"
 """How the reason of such a skipped step begins; others were skipped on request."""
 ALIKE = 0.5
@@ -30,42 +29,34 @@ ALIKE = 0.5
 def non_finite(record: Record) -> Finding | None:
     """A step that was skipped, or a value of an applied one that is no number."""
     begin = max(0, record.steps.size - RECENT)
-    first = int(record.steps[begin]) if record.steps.size else 0
+    steps = record.steps[begin:]
+    first = int(steps[0]) if steps.size else 0
     events = [
         event
         for event in record.of_kind("step_skipped")
         if event.step >= first and event.text("reason").startswith(REASON)
     ]
-    broken = [
-        name
+    broken = {
+        name: flags
         for name in ("loss", "grad_norm")
-        if name in record.columns and not np.isfinite(record.column(name)[begin:]).all()
-    ]
+        if name in record.columns and (flags := ~np.isfinite(record.column(name)[begin:])).any()
+    }
     if not events and not broken:
         return None
-    bad = np.zeros(record.steps.size - begin, dtype=np.bool_)
-    for name in broken:
-        bad |= ~np.isfinite(record.column(name)[begin:])
-    starts = [*(event.step for event in events), *(record.steps[begin:][bad].tolist()[:1])]
-    reasons = {event.text("reason") for event in events}
-    skipped = (
-        f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({'; '.join(sorted(reasons))})"
-    )
-    told = skipped if events else f"{' and '.join(broken)} not finite in {counted(int(bad.sum()), 'step')}"
-    series = (
-        [("step_skipped", float(len(events)))]
-        if events
-        else [(name, float((~np.isfinite(record.column(name)[begin:])).sum())) for name in broken]
-    )
+    bad = steps[np.logical_or.reduce([np.zeros(steps.size, np.bool_), *broken.values()])]
+    if events:
+        reasons = "; ".join(sorted({event.text("reason") for event in events}))
+        told = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({reasons})"
+        series = [("step_skipped", len(events))]
+    else:
+        told = f"{' and '.join(broken)} not finite in {counted(bad.size, 'step')}"
+        series = [(name, int(flags.sum())) for name, flags in broken.items()]
     return Finding(
-        cause=Cause.NON_FINITE,
-        severity=Severity.CRITICAL,
-        since=min(starts),
-        summary=told,
-        evidence=tuple(
-            Evidence(series=name, first_step=first, last_step=record.last_step, numbers=(("steps", count),))
-            for name, count in series
-        ),
+        Cause.NON_FINITE,
+        Severity.CRITICAL,
+        min([*(event.step for event in events), *bad.tolist()[:1]]),
+        told,
+        tuple(Evidence(name, first, record.last_step, (("steps", float(count)),)) for name, count in series),
     )
 
 
@@ -112,21 +103,12 @@ def gradient_spike(record: Record) -> Finding | None:
         else f"; GradLoc found token {searches[-1].text('token_text')!r} of {searches[-1].text('trajectory_id')}"
     )
     return Finding(
-        cause=Cause.GRADIENT_SPIKE,
-        severity=Severity.WARN,
-        since=int(record.steps[spikes[0][0]]),
-        summary=(
-            f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps "
-            f"before ({counted(len(spikes), 'such step')}){found}"
-        ),
-        evidence=(
-            Evidence(
-                series="grad_norm",
-                first_step=step,
-                last_step=step,
-                numbers=(("norm", value), ("over the median", times), ("limit", SPIKE)),
-            ),
-        ),
+        Cause.GRADIENT_SPIKE,
+        Severity.WARN,
+        int(record.steps[spikes[0][0]]),
+        f"the gradient norm was {value:.3g} in step {step}, {times:.0f} times the median of the {HISTORY} steps before "
+        f"({counted(len(spikes), 'such step')}){found}",
+        (Evidence("grad_norm", step, step, (("norm", value), ("over the median", times), ("limit", SPIKE))),),
     )
 
 
@@ -136,21 +118,13 @@ def attention_logits(record: Record) -> Finding | None:
     high = logits > MAX_LOGIT
     if not high.any():
         return None
-    steps = record.steps[-RECENT:][high]
-    largest = float(np.nanmax(logits))
+    first, largest = int(record.steps[-RECENT:][high][0]), float(np.nanmax(logits))
     return Finding(
-        cause=Cause.ATTENTION_LOGITS,
-        severity=Severity.WARN,
-        since=int(steps[0]),
-        summary=f"attention logits reach {largest:.0f}",
-        evidence=(
-            Evidence(
-                series="max_attention_logit",
-                first_step=int(steps[0]),
-                last_step=record.last_step,
-                numbers=(("largest", largest), ("limit", MAX_LOGIT)),
-            ),
-        ),
+        Cause.ATTENTION_LOGITS,
+        Severity.WARN,
+        first,
+        f"attention logits reach {largest:.0f}",
+        (Evidence("max_attention_logit", first, record.last_step, (("largest", largest), ("limit", MAX_LOGIT))),),
     )
 
 
@@ -174,14 +148,12 @@ def block_imbalance(record: Record) -> Finding | None:
         ("blocks", float(len(norms))),
     )
     return Finding(
-        cause=Cause.BLOCK_IMBALANCE,
-        severity=Severity.WARN,
-        since=int(record.steps[min(local)]),
-        summary=(
-            f"block {block} had {times:.0f} times its ordinary gradient norm in step {step}, while "
-            f"{len(norms) - len(found)} of {len(norms)} kept theirs"
-        ),
-        evidence=(Evidence(series="block_grad_norm", first_step=step, last_step=step, numbers=numbers, note=block),),
+        Cause.BLOCK_IMBALANCE,
+        Severity.WARN,
+        int(record.steps[min(local)]),
+        f"block {block} had {times:.0f} times its ordinary gradient norm in step {step}, while "
+        f"{len(norms) - len(found)} of {len(norms)} kept theirs",
+        (Evidence("block_grad_norm", step, step, numbers, block),),
     )
 
 
@@ -192,24 +164,14 @@ def gradient_collapse(record: Record) -> Finding | None:
     if norms.size < HISTORY + WINDOW or not np.isfinite(ordinary).any():
         return None
     middle = float(np.nanmedian(ordinary))
-    newest = norms[-WINDOW:]
-    if not middle > 0 or share(newest < COLLAPSE * middle) < PERSISTENCE or not level(alike[-WINDOW:]) < ALIKE:
+    found, alike_now = held(record, norms, norms < COLLAPSE * middle), level(alike[-WINDOW:])
+    if not middle > 0 or found is None or not alike_now < ALIKE:
         return None
-    first, last = int(record.steps[-WINDOW]), record.last_step
     return Finding(
-        cause=Cause.GRADIENT_COLLAPSE,
-        severity=Severity.WARN,
-        since=first,
-        summary=(
-            f"the gradient norm is {level(newest):.2g}, it was {middle:.2g}, and {1 - level(alike[-WINDOW:]):.0%} of "
-            "the groups still differ in reward"
-        ),
-        evidence=(
-            Evidence(
-                series="grad_norm",
-                first_step=first,
-                last_step=last,
-                numbers=(("now", level(newest)), ("at the start", middle)),
-            ),
-        ),
+        Cause.GRADIENT_COLLAPSE,
+        Severity.WARN,
+        int(record.steps[-WINDOW]),
+        f"the gradient norm is {found.level:.2g}, it was {middle:.2g}, and {1 - alike_now:.0%} of the groups still "
+        "differ in reward",
+        (newest(record, "grad_norm", ("now", found.level), ("at the start", middle)),),
     )

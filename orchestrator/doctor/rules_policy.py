@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.doctor.findings import Finding, Severity
 from orchestrator.doctor.trends import Change, change, level
+from orchestrator.doctor.windows import WINDOW, moved, newest
 from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record, Values
 
-WINDOW = 10
-"""Rows of each end that is compared, and of each side of a leap."""
 KL_RISE = 2.0
 """KL over what it was, above which it has risen."""
 LEAST_KL = 0.02
@@ -42,10 +41,10 @@ def _slide(record: Record) -> Finding | None:
     kl, entropy, reward = (change(record.column(column), WINDOW) for column in (name, "policy_entropy", "reward_mean"))
     if kl is None or entropy is None or reward is None:
         return None
-    moved = kl.rises(ERRORS) and kl.after >= max(LEAST_KL, KL_RISE * kl.before)
+    risen = kl.rises(ERRORS) and kl.after >= max(LEAST_KL, KL_RISE * kl.before)
     narrowed = entropy.falls(ERRORS) and entropy.after <= ENTROPY_FALL * entropy.before
     learned = reward.rises(ERRORS) and reward.size >= REWARD_GAIN * level(record.column("reward_std"))
-    if not (moved and narrowed):
+    if not (risen and narrowed):
         return None
     return _finding(
         record, name, int(record.steps[-WINDOW]), kl, entropy, reward, Severity.INFO if learned else Severity.CRITICAL
@@ -109,28 +108,13 @@ def _kl(record: Record) -> str:
 def _finding(
     record: Record, name: str, since: int, kl: Change, entropy: Change, reward: Change, severity: Severity
 ) -> Finding:
-    first, last = int(record.steps[0]), record.last_step
-    moved = ((name, kl), ("policy_entropy", entropy), ("reward_mean", reward))
+    changes = ((name, kl), ("policy_entropy", entropy), ("reward_mean", reward))
+    rate = ("now", level(record.column("learning_rate")[-1:]))
     return Finding(
-        cause=Cause.POLICY_COLLAPSE,
-        severity=severity,
-        since=since,
-        summary=(
-            f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to "
-            f"{entropy.after:.3f} nats, and the reward from {reward.before:.2f} to {reward.after:.2f}"
-        ),
-        evidence=(
-            *(
-                Evidence(
-                    series=series, first_step=first, last_step=last, numbers=(("from", one.before), ("to", one.after))
-                )
-                for series, one in moved
-            ),
-            Evidence(
-                series="learning_rate",
-                first_step=last,
-                last_step=last,
-                numbers=(("now", level(record.column("learning_rate")[-1:])),),
-            ),
-        ),
+        Cause.POLICY_COLLAPSE,
+        severity,
+        since,
+        f"KL rose from {kl.before:.3f} to {kl.after:.3f}, entropy went from {entropy.before:.3f} to "
+        f"{entropy.after:.3f} nats, and the reward from {reward.before:.2f} to {reward.after:.2f}",
+        (*(moved(record, *each) for each in changes), newest(record, "learning_rate", rate, rows=1)),
     )

@@ -4,13 +4,12 @@ failures and events."""
 from collections.abc import Callable
 
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
-from orchestrator.doctor.rules_data import PAST_STEPS, failures
-from orchestrator.doctor.trends import level, share, since
+from orchestrator.doctor.rules_inputs import PAST_STEPS, failures
+from orchestrator.doctor.trends import level
+from orchestrator.doctor.windows import gained, held, newest
 from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record, RunEvent
 
-WINDOW = 10
-PERSISTENCE = 0.8
 SLOW = 2.0
 """Time of the slowest replica's groups over the median of the others', above which it is slow."""
 STALE_WINDOW = 20
@@ -35,22 +34,12 @@ def disagreement(cause: Cause, told_as: str) -> Callable[[Record], Finding | Non
             ("explained", worst.number("explained")),
         )
         return Finding(
-            cause=cause,
-            severity=_present(record, events[-1], Severity.CRITICAL if cause in _HARMFUL else Severity.WARN),
-            since=events[0].step,
-            summary=(
-                f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): "
-                f"{worst.text('detail') or worst.text('codes')}"
-            ),
-            evidence=(
-                Evidence(
-                    series="consistency_finding",
-                    first_step=events[0].step,
-                    last_step=events[-1].step,
-                    numbers=numbers,
-                    note=told_as,
-                ),
-            ),
+            cause,
+            _present(record, events[-1], Severity.CRITICAL if cause in _HARMFUL else Severity.WARN),
+            events[0].step,
+            f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): "
+            f"{worst.text('detail') or worst.text('codes')}",
+            (Evidence("consistency_finding", events[0].step, events[-1].step, numbers, told_as),),
         )
 
     return rule
@@ -72,25 +61,15 @@ def told(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[
         events = record.of_kind(*kinds)
         if not events:
             return None
-        newest = events[-1]
-        detail = newest.text("detail") or newest.text("reason") or newest.text("codes")
+        last = events[-1]
+        detail = last.text("detail") or last.text("reason") or last.text("codes")
+        kinds_seen = " or ".join(dict.fromkeys(event.kind for event in events))
         return Finding(
-            cause=cause,
-            severity=_present(record, newest, severity),
-            since=events[0].step,
-            summary=(
-                f"{counted(len(events), 'event')} {' or '.join(dict.fromkeys(event.kind for event in events))}, the "
-                f"newest: {detail}"
-            ),
-            evidence=(
-                Evidence(
-                    series=newest.kind,
-                    first_step=events[0].step,
-                    last_step=newest.step,
-                    numbers=(("events", float(len(events))),),
-                    note=detail,
-                ),
-            ),
+            cause,
+            _present(record, last, severity),
+            events[0].step,
+            f"{counted(len(events), 'event')} {kinds_seen}, the newest: {detail}",
+            (Evidence(last.kind, events[0].step, last.step, (("events", float(len(events))),), detail),),
         )
 
     return rule
@@ -107,24 +86,15 @@ reward_worker = failures(Cause.REWARD_WORKER, ("reward_worker_died",), Severity.
 def slow_replica(record: Record) -> Finding | None:
     """The slowest replica needs a multiple of the others' time."""
     ratio = record.column("replica_slowness")
-    newest = ratio[-WINDOW:]
-    if newest.size < WINDOW or share(newest >= SLOW) < PERSISTENCE:
+    if (found := held(record, ratio, ratio >= SLOW)) is None:
         return None
-    first, last = int(record.steps[-WINDOW]), record.last_step
     slot = level(record.column("slowest_replica")[-1:])
     return Finding(
-        cause=Cause.SLOW_REPLICA,
-        severity=Severity.WARN,
-        since=since(record.steps, ratio >= SLOW),
-        summary=f"replica {slot:.0f} takes {level(newest):.1f} times as long for a group as the others",
-        evidence=(
-            Evidence(
-                series="replica_slowness",
-                first_step=first,
-                last_step=last,
-                numbers=(("mean", level(newest)), ("limit", SLOW)),
-            ),
-        ),
+        Cause.SLOW_REPLICA,
+        Severity.WARN,
+        found.since,
+        f"replica {slot:.0f} takes {found.level:.1f} times as long for a group as the others",
+        (newest(record, "replica_slowness", ("mean", found.level), ("limit", SLOW)),),
     )
 
 
@@ -133,22 +103,14 @@ def stale_work(record: Record) -> Finding | None:
     window = min(STALE_WINDOW, record.steps.size - 1)
     if window < 1:
         return None
-    stale, dispatched = record.tally("rejected:stale"), record.column("dispatched")
-    lost, begun = float(stale[-1] - stale[-1 - window]), float(dispatched[-1] - dispatched[-1 - window])
+    lost, begun = gained(record.tally("rejected:stale"), window), gained(record.column("dispatched"), window)
     if lost < LEAST_STALE or not lost >= STALE_SHARE * begun:
         return None
-    first, last = int(record.steps[-1 - window]), record.last_step
+    evidence = newest(record, "rejected:stale", ("rejected", lost), ("dispatched", begun), rows=window + 1)
     return Finding(
-        cause=Cause.STALE_WORK,
-        severity=Severity.WARN,
-        since=first,
-        summary=f"{lost:.0f} of {begun:.0f} dispatches of the last {window} steps were rejected as stale",
-        evidence=(
-            Evidence(
-                series="rejected:stale",
-                first_step=first,
-                last_step=last,
-                numbers=(("rejected", lost), ("dispatched", begun)),
-            ),
-        ),
+        Cause.STALE_WORK,
+        Severity.WARN,
+        evidence.first_step,
+        f"{lost:.0f} of {begun:.0f} dispatches of the last {window} steps were rejected as stale",
+        (evidence,),
     )

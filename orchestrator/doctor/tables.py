@@ -3,17 +3,17 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.doctor.advice import DO_NOT
 from orchestrator.doctor.diagnosis import Diagnosis
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.metrics.layers import LAYERS
 
-DO_NOT = "Do not "
-"""How every text of what not to do begins."""
 UNTRUSTED = "entropy, KL, clip fractions, importance ratios and weights"
 """What `Diagnosis.untrusted` holds, in words."""
 _STYLES = {Severity.INFO: "dim", Severity.WARN: "yellow", Severity.CRITICAL: "bold red"}
@@ -45,13 +45,7 @@ def _finding(finding: Finding) -> dict[str, object]:
         "since": finding.since,
         "summary": finding.summary,
         "evidence": [
-            {
-                "series": one.series,
-                "first_step": one.first_step,
-                "last_step": one.last_step,
-                "numbers": {name: value if math.isfinite(value) else None for name, value in one.numbers},
-                "note": one.note,
-            }
+            asdict(one) | {"numbers": {name: value if math.isfinite(value) else None for name, value in one.numbers}}
             for one in finding.evidence
         ],
         "do": list(finding.advice.do),

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 
 from orchestrator.metrics.catalogue import CATALOGUE
-from orchestrator.metrics.distributions import LabelValues
 from orchestrator.metrics.snapshot import EMPTY, Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Metric, MetricType
 from rollout.errors import UserError
 from rollout.transport.scrape_server import ScrapeServer
@@ -87,7 +87,7 @@ class Text:
         values = (snapshot.distributions if metric.type is MetricType.HISTOGRAM else snapshot.numbers).get(metric.name)
         if not values:
             return ""
-        family, series = _family(metric, snapshot), tuple(values)
+        family, series = family_of(metric, snapshot), tuple(values)
         known = self._openings.get(metric.name)
         if known is None or known.series != series:
             known = self._openings[metric.name] = _openings(series, family)
@@ -130,7 +130,8 @@ def described(metric: Metric) -> str:
     return f"{metric.help} Unit: {metric.unit}. Layer of diagnosis: {metric.diagnosis_layer}."
 
 
-def _family(metric: Metric, snapshot: Snapshot) -> Family:
+def family_of(metric: Metric, snapshot: Snapshot) -> Family:
+    """The values of one metric, as prometheus_client has them."""
     if metric.type is MetricType.HISTOGRAM:
         return _histogram(metric, snapshot.distributions[metric.name])
     kind = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from orchestrator.metrics.catalogue import DECLARED
-from orchestrator.metrics.distributions import LabelValues
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import MetricType
 from trainer.types.histograms import BucketCounts
 

@@ -76,7 +76,7 @@ class Trackers:
     def close(self) -> None:
         """Close them all."""
         for feed in self._feeds:
-            feed.end()
+            feed.put(None)
         for feed in self._feeds:
             if trouble := feed.ended(self._close_s):
                 self._say(f"{trouble}; the last steps may be missing in {feed.name}")
@@ -94,17 +94,10 @@ class _Feed:
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, points: Points) -> None:
-        """The next points; does not wait."""
+    def put(self, points: Points | None) -> None:
+        """The next points, or None where no more are to come; does not wait."""
         try:
             self._waiting.put_nowait(points)
-        except queue.Full:
-            self.trouble = self.trouble or f"{self.name}: {self._waiting.maxsize} steps wait for it"
-
-    def end(self) -> None:
-        """No points are to come."""
-        try:
-            self._waiting.put_nowait(None)
         except queue.Full:
             self.trouble = self.trouble or f"{self.name}: {self._waiting.maxsize} steps wait for it"
 

@@ -1,8 +1,9 @@
-"""Reads the values of each block from a step's report. It knows no file."""
+"""The values of each block in a step's report, as the block parts hold them. It knows no file."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from orchestrator.metrics.catalogue import BLOCK_CATALOGUE
+from rollout.errors import ConcordError
 from trainer.types.step import StepReport
 
 
@@ -18,20 +19,17 @@ class BlockValue:
 
 
 def block_values(report: StepReport) -> list[BlockValue]:
-    """All that a report says about single blocks; what was not measured is not there."""
-    return list(_values(report))
+    """All that a report says about single blocks; what was not measured is not there.
 
-
-def _values(report: StepReport) -> Iterator[BlockValue]:
-    for block, norm in report.block_norms:
-        yield BlockValue(signal="block_grad_norm", block=block, value=norm)
-    for block, scale in report.block_scales:
-        yield BlockValue(signal="block_clip_scale", block=block, value=scale)
-    for block, threshold in report.block_thresholds:
-        if threshold is not None:
-            yield BlockValue(signal="block_clip_threshold", block=block, value=threshold)
-    for probe, block, value in report.probes:
-        yield BlockValue(signal=f"block_{probe}", block=block, value=value)
-    for block, heads in report.attention_logits:
-        for head, logit in enumerate(heads):
-            yield BlockValue(signal="block_max_attention_logit", block=block, head=head, value=logit)
+    Raises:
+        ConcordError: a probe is not declared.
+    """
+    declared = {metric.column for metric in BLOCK_CATALOGUE}
+    if strange := {f"block_{probe}" for probe, _, _ in report.probes} - declared:
+        raise ConcordError(f"got values of {sorted(strange)}, which no section declares; see orchestrator/metrics")
+    return [
+        BlockValue(signal=metric.column, block=labels[0], head=int(labels[1]) if labels[1:] else None, value=value)
+        for metric in BLOCK_CATALOGUE
+        if metric.of_blocks is not None
+        for labels, value in metric.of_blocks(report).items()
+    ]

@@ -1,23 +1,39 @@
 """The catalogue of signals: every name once, with type, unit, help, labels and the layer of diagnosis it belongs to.
 
-Values ride on reports and are reduced once a step; nothing is drawn or exported that is not declared here. The entries
-stand in `orchestrator.metrics.learning`, `orchestrator.metrics.consistency` and `orchestrator.metrics.system`.
+Each entry has the accessor of its values, read once a step or from the loop as it stands; nothing is drawn or exported
+that is not declared here. The entries stand in `orchestrator.metrics.learning`, `orchestrator.metrics.consistency` and
+`orchestrator.metrics.system`.
 """
 
 from collections.abc import Mapping
 
 from orchestrator.config import RunConfig
-from orchestrator.metrics.consistency import CONSISTENCY
-from orchestrator.metrics.learning import BLOCKS, DATA_AND_REWARD, NUMERICAL, POLICY
-from orchestrator.metrics.system import SYSTEM
+from orchestrator.metrics.consistency import Agreement
+from orchestrator.metrics.learning import Blocks, DataAndReward, NumericalUpdates, PolicyChange
+from orchestrator.metrics.state import Ended, Moment, Series
+from orchestrator.metrics.system import System
 from orchestrator.metrics.types import MAX_REWARD_PARTS, Extent, Metric
 
-BLOCK_CATALOGUE: tuple[Metric, ...] = BLOCKS
+BLOCK_CATALOGUE: tuple[Metric, ...] = Blocks.metrics
 """Signals with a value for each block of the model, in the block parts."""
-CATALOGUE: tuple[Metric, ...] = (*DATA_AND_REWARD, *POLICY, *NUMERICAL, *BLOCK_CATALOGUE, *CONSISTENCY, *SYSTEM)
+CATALOGUE: tuple[Metric, ...] = tuple(
+    metric
+    for section in (DataAndReward, PolicyChange, NumericalUpdates, Blocks, Agreement, System)
+    for metric in section.metrics
+)
 DECLARED: Mapping[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 ROW_METRICS: tuple[Metric, ...] = tuple(metric for metric in CATALOGUE if metric.in_rows)
 COLUMNS: tuple[str, ...] = tuple(metric.column for metric in ROW_METRICS)
+
+
+def at_step(ended: Ended) -> dict[str, Series]:
+    """What a step that has just ended says, by name."""
+    return {metric.name: metric.at_step(ended) for metric in CATALOGUE if metric.at_step is not None}
+
+
+def now(moment: Moment) -> dict[str, Series]:
+    """What can be read at any time, by name."""
+    return {metric.name: metric.now(moment) for metric in CATALOGUE if metric.now is not None}
 
 
 def sizes_of(config: RunConfig, *, blocks: int, heads: int) -> dict[Extent, int]:

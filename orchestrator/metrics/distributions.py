@@ -4,14 +4,11 @@ and no source of values."""
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from itertools import product
-from typing import TypeAlias
 
 from orchestrator.metrics.catalogue import DECLARED
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Metric, MetricType
 from trainer.types.histograms import BucketCounts
-
-LabelValues: TypeAlias = tuple[str, ...]
-"""Of one series, in the order of the metric's labels."""
 
 
 class Distributions:

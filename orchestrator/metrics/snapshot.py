@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.metrics.catalogue import DECLARED
-from orchestrator.metrics.distributions import LabelValues
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Metric, MetricType
 from rollout.errors import ConcordError
 from trainer.types.histograms import BucketCounts

@@ -2,14 +2,27 @@
 `orchestrator.metrics.catalogue`."""
 
 from orchestrator.metrics.causes import Cause
-from orchestrator.metrics.consistency import REPLICA
+from orchestrator.metrics.consistency import REPLICA, by_replica
 from orchestrator.metrics.layers import LAYERS
-from orchestrator.metrics.types import OTHER, Extent, Label, Metric, column, counter, gauge, histogram, optional_column
-from rollout.types.dispatch import FailReason, RejectReason
+from orchestrator.metrics.types import (
+    OTHER,
+    Extent,
+    Label,
+    Section,
+    by,
+    column,
+    counter,
+    gauge,
+    histogram,
+    single,
+    step_column,
+)
+from rollout.types.dispatch import Counts, FailReason, RejectReason
 
 QUEUES = ("running", "ready", "again", "audit", "publication")
 PHASES = ("wait", "train", "publish", "checkpoint")
 TRAINER_PHASES = ("decode", "pack", "forward_backward", "optimizer", OTHER)
+ROLES = ("replica", "worker", "auditor")
 NO_CAUSE = "none"
 """In the place of a cause: the doctor has no primary finding."""
 PRIMARY_CAUSES = (NO_CAUSE, *Cause)
@@ -18,165 +31,150 @@ STORE_CALLS = ("dispatch", "acknowledge", "reject", "commit_version", "record_ev
 SHORT_EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STEP_EDGES_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
-SYSTEM: tuple[Metric, ...] = (
-    column("step", "steps", 4, "Optimizer step that this row describes; equals the version it produced."),
-    column("trainer_epoch", "epochs", 4, "Trainer epoch of the step."),
-    column("wall_seconds", "seconds", 4, "Since the start of the training loop."),
-    column("dispatched", "groups", 4, "Dispatches recorded since the run began."),
-    column("trained", "groups", 4, "Dispatches trained on since the run began."),
-    column("rejected", "groups", 4, "Dispatches rejected since the run began."),
-    column("failed", "groups", 4, "Dispatches failed since the run began."),
-    column("in_flight", "groups", 4, "Dispatches that have not ended."),
-    column("running", "groups", 4, "Dispatches in generation or reward."),
-    column("ready", "groups", 4, "Finished groups that wait for the trainer."),
-    column("admission_capacity", "groups", 4, "Groups that may start now."),
-    column("trainer_version", "version", 4, "Version of the trainer."),
-    column("committed_version", "version", 4, "Version that the healthy engines have confirmed."),
-    column("weight_updates", "updates", 4, "Committed publications since the loop began."),
-    column("weights_superseded", "updates", 4, "Publications that a newer one replaced before an engine saw them."),
-    column("update_pause_seconds", "seconds", 4, "Longest pause of a replica in the last weight update."),
-    column("tokens_per_second", "tokens/s", 4, "Trained tokens over the seconds of the step."),
-    column(
-        "engine_busy",
-        "ratio",
-        4,
-        "Share of the wall clock in which a replica generated, evaluations included, mean over replicas, since the loop"
-        " began.",
-    ),
-    column(
-        "evaluation_busy",
-        "ratio",
-        4,
-        "Share of the wall clock in which a replica answered an evaluation, beside training or alone; as engine_busy.",
-    ),
-    column(
-        "evaluation_tokens",
-        "tokens",
-        4,
-        "Tokens that replicas have sampled for finished prompts of evaluations, since the loop began.",
-    ),
-    column("trainer_busy", "ratio", 4, "Share of the wall clock in which the trainer worked, since the loop began."),
-    column("step_seconds", "seconds", 4, "Wall clock from the end of the step before to the end of this one."),
-    column("step_wait_seconds", "seconds", 4, "Of it, waiting for a batch."),
-    column("step_train_seconds", "seconds", 4, "Of it, lease, decode, forward, backward and optimizer."),
-    column("step_publish_seconds", "seconds", 4, "Of it, commit record and publication to disk."),
-    column("step_checkpoint_seconds", "seconds", 4, "Of it, checkpoint."),
-    column("generation_seconds", "seconds", 4, "Mean generation time of the trained groups."),
-    optional_column(
-        "replica_slowness",
-        "ratio",
-        4,
-        "Generation time of the slowest replica's newest groups over the median of the others'; -1 with one replica, or"
-        " before each has 8 groups.",
-    ),
-    optional_column("slowest_replica", "slot", 4, "Its slot; -1 where there is none."),
-    column("reward_seconds", "seconds", 4, "Mean time of the trained groups in a reward worker."),
-    column("replica_restarts", "restarts", 4, "Engine replicas restarted since the loop began."),
-    column(
-        "observing_cpu_seconds",
-        "seconds",
-        4,
-        "CPU seconds of the driver that reducing signals for Prometheus and trackers took since the loop began.",
-    ),
-    column("worker_restarts", "restarts", 4, "Episode workers replaced since the loop began."),
-    column(
-        "side_file_failures",
-        "failures",
-        4,
-        "Times since the loop began that the disk refused a file that no accounting rests on; event side_file_failed.",
-    ),
-    gauge(
-        "diagnosis",
+
+def _trained(counts: Counts) -> int:
+    return counts.trained + sum(groups for _, groups in counts.trained_held)
+
+
+class System(Section, layer=4):
+    """The loop itself: work, queues, time, processes."""
+
+    step = step_column("steps", lambda step: step.report.policy.version)
+    """Optimizer step that this row describes; equals the version it produced."""
+    trainer_epoch = step_column("epochs", lambda step: step.report.policy.trainer_epoch)
+    """Trainer epoch of the step."""
+    wall_seconds = column("seconds", lambda now: now.wall_s)
+    """Since the start of the training loop."""
+    dispatched = column("groups", lambda now: now.counts.total)
+    """Dispatches recorded since the run began."""
+    trained = column("groups", lambda now: _trained(now.counts))
+    """Dispatches trained on since the run began."""
+    rejected = column("groups", lambda now: sum(n for _, n in now.counts.rejected))
+    """Dispatches rejected since the run began."""
+    failed = column("groups", lambda now: sum(n for _, n in now.counts.failed))
+    """Dispatches failed since the run began."""
+    in_flight = column("groups", lambda now: now.counts.in_flight - sum(n for _, n in now.counts.trained_held))
+    """Dispatches that have not ended."""
+    running = column("groups", lambda now: now.queues["running"])
+    """Dispatches in generation or reward."""
+    ready = column("groups", lambda now: now.queues["ready"])
+    """Finished groups that wait for the trainer."""
+    admission_capacity = column("groups", lambda now: now.admission_capacity)
+    """Groups that may start now."""
+    trainer_version = column("version", lambda now: now.trainer_version)
+    """Version of the trainer."""
+    committed_version = column("version", lambda now: now.committed_version)
+    """Version that the healthy engines have confirmed."""
+    weight_updates = column("updates", lambda now: now.weight_updates)
+    """Committed publications since the loop began."""
+    weights_superseded = column("updates", lambda now: now.weights_superseded)
+    """Publications that a newer one replaced before an engine saw them."""
+    update_pause_seconds = column("seconds", lambda now: now.longest_pause_s)
+    """Longest pause of a replica in the last weight update."""
+    tokens_per_second = step_column("tokens/s", lambda step: step.report.num_tokens / step.seconds)
+    """Trained tokens over the seconds of the step."""
+    engine_busy = column("ratio", lambda now: now.engine_busy)
+    """Share of the wall clock in which a replica generated, evaluations included, mean over replicas, since the loop
+    began."""
+    evaluation_busy = column("ratio", lambda now: now.share_of_replicas(now.evaluation_s))
+    """Share of the wall clock in which a replica answered an evaluation, beside training or alone; as engine_busy."""
+    evaluation_tokens = column("tokens", lambda now: now.evaluation_tokens)
+    """Tokens that replicas have sampled for finished prompts of evaluations, since the loop began."""
+    trainer_busy = column("ratio", lambda now: now.share(now.trainer_busy_s))
+    """Share of the wall clock in which the trainer worked, since the loop began."""
+    step_seconds = step_column("seconds", lambda step: step.seconds)
+    """Wall clock from the end of the step before to the end of this one."""
+    step_wait_seconds = step_column("seconds", lambda step: step.phases.wait_s)
+    """Of it, waiting for a batch."""
+    step_train_seconds = step_column("seconds", lambda step: step.phases.train_s)
+    """Of it, lease, decode, forward, backward and optimizer."""
+    step_publish_seconds = step_column("seconds", lambda step: step.phases.publish_s)
+    """Of it, commit record and publication to disk."""
+    step_checkpoint_seconds = step_column("seconds", lambda step: step.phases.checkpoint_s)
+    """Of it, checkpoint."""
+    generation_seconds = step_column("seconds", lambda step: step.facts.generation_s)
+    """Mean generation time of the trained groups."""
+    replica_slowness = column("ratio", lambda now: now.speeds["replica_slowness"], optional=True)
+    """Generation time of the slowest replica's newest groups over the median of the others'; -1 with one replica, or
+    before each has 8 groups."""
+    slowest_replica = column("slot", lambda now: now.speeds["slowest_replica"], optional=True)
+    """Its slot; -1 where there is none."""
+    reward_seconds = step_column("seconds", lambda step: step.facts.reward_s)
+    """Mean time of the trained groups in a reward worker."""
+    replica_restarts = column("restarts", lambda now: now.restarts["replica"])
+    """Engine replicas restarted since the loop began."""
+    observing_cpu_seconds = column("seconds", lambda now: now.observing_cpu_s)
+    """CPU seconds of the driver that reducing signals for Prometheus and trackers took since the loop began."""
+    worker_restarts = column("restarts", lambda now: now.restarts["worker"])
+    """Episode workers replaced since the loop began."""
+    side_file_failures = column("failures", lambda now: now.side_file_failures)
+    """Times since the loop began that the disk refused a file that no accounting rests on; event side_file_failed."""
+    diagnosis = gauge(
         "rank",
-        4,
-        "The doctor's worst finding in each layer of diagnosis: 0 nothing, 1 info, 2 warn, 3 critical. Absent once the "
-        "rules themselves have failed.",
+        lambda now: now.diagnosis.get("concord_diagnosis", {}),
         Label(name="diagnosis_layer", values=tuple(map(str, LAYERS))),
-    ),
-    gauge(
-        "diagnosis_primary",
+    )
+    """The doctor's worst finding in each layer of diagnosis: 0 nothing, 1 info, 2 warn, 3 critical. Absent once the
+    rules themselves have failed."""
+    diagnosis_primary = gauge(
         "bool",
-        4,
-        f"1 for the cause of the doctor's primary finding, which is {NO_CAUSE} where nothing is worse than info; 0 for "
-        "every other cause.",
+        lambda now: now.diagnosis.get("concord_diagnosis_primary", {}),
         Label(name="cause", values=PRIMARY_CAUSES),
-    ),
-    counter("dispatched_groups", "groups", 4, "Dispatches recorded."),
-    counter("trained_groups", "groups", 4, "Dispatches trained on."),
-    counter(
-        "rejected_groups",
-        "groups",
-        4,
-        "Dispatches rejected, by reason.",
-        Label(name="reason", values=tuple(RejectReason)),
-    ),
-    counter(
-        "failed_groups",
-        "groups",
-        4,
-        "Dispatches that failed, by reason.",
-        Label(name="reason", values=tuple(FailReason)),
-    ),
-    counter("retried_groups", "groups", 4, "Dispatches that are another attempt at a prompt."),
-    counter("trained_tokens", "tokens", 4, "Terms in the losses of the applied steps."),
-    counter(
-        "generated_tokens",
-        "tokens",
-        4,
-        "Tokens that the replica has sampled, those of evaluations included, this incarnation and those before.",
-        REPLICA,
-    ),
-    gauge(
-        "queue_depth",
-        "groups",
-        4,
-        "Groups that are generated or judged (running), wait for the trainer (ready), come again (again), wait for an "
-        "audit (audit); versions that wait for the engines (publication).",
-        Label(name="queue", values=QUEUES),
-    ),
-    gauge(
-        "batch_wait_seconds",
-        "seconds",
-        4,
-        "For how long the trainer has been waiting for a batch now; 0 while it works.",
-    ),
-    gauge(
-        "last_step_timestamp_seconds",
-        "seconds",
-        4,
-        "Unix time at which the last step ended; before the first, at which the loop began.",
-    ),
-    gauge("max_staleness", "steps", 4, "eta: a token older than this is not trained on."),
-    histogram(
-        "step_duration_seconds", "seconds", 4, "Wall clock from the end of a step to the end of the next.", STEP_EDGES_S
-    ),
-    counter(
-        "step_phase_seconds", "seconds", 4, "Wall clock of the steps by phase.", Label(name="phase", values=PHASES)
-    ),
-    counter(
-        "trainer_phase_seconds",
-        "seconds",
-        4,
-        "Wall clock of the phase `train` inside the trainer.",
-        Label(name="phase", values=TRAINER_PHASES),
-    ),
-    histogram("weight_update_pause_seconds", "seconds", 4, "Pause of a replica in a weight update.", SHORT_EDGES_S),
-    histogram(
-        "store_latency_seconds",
-        "seconds",
-        4,
-        "From the driver's call of the store to its answer.",
-        SHORT_EDGES_S,
-        Label(name="call", values=STORE_CALLS),
-    ),
-    gauge("replica_version", "version", 4, "Policy version that the replica last answered for.", REPLICA),
-    gauge("replica_up", "bool", 4, "1 while the replica serves, 0 while it starts or is dead.", REPLICA),
-    counter("restarts", "restarts", 4, "Actors replaced.", Label(name="role", values=("replica", "worker", "auditor"))),
-    gauge(
-        "actor_memory_bytes",
+    )
+    """1 for the cause of the doctor's primary finding, which is none where nothing is worse than info; 0 for every
+    other cause."""
+    dispatched_groups = counter("groups", lambda now: single(now.counts.total - now.opening.total))
+    """Dispatches recorded."""
+    trained_groups = counter("groups", lambda now: single(_trained(now.counts) - _trained(now.opening)))
+    """Dispatches trained on."""
+    rejected_groups = counter(
+        "groups", lambda now: by(RejectReason, now.rejected), Label(name="reason", values=tuple(RejectReason))
+    )
+    """Dispatches rejected, by reason."""
+    failed_groups = counter(
+        "groups", lambda now: by(FailReason, now.failed), Label(name="reason", values=tuple(FailReason))
+    )
+    """Dispatches that failed, by reason."""
+    retried_groups = counter("groups", lambda now: single(now.retried))
+    """Dispatches that are another attempt at a prompt."""
+    trained_tokens = counter("tokens", lambda now: single(now.trained_tokens))
+    """Terms in the losses of the applied steps."""
+    generated_tokens = counter("tokens", lambda now: by_replica(now, lambda one: one.sampled_tokens), REPLICA)
+    """Tokens that the replica has sampled, those of evaluations included, this incarnation and those before."""
+    queue_depth = gauge("groups", lambda now: by(QUEUES, now.queues), Label(name="queue", values=QUEUES))
+    """Groups that are generated or judged (running), wait for the trainer (ready), come again (again), wait for an
+    audit (audit); versions that wait for the engines (publication)."""
+    batch_wait_seconds = gauge("seconds", lambda now: single(now.batch_wait_s))
+    """For how long the trainer has been waiting for a batch now; 0 while it works."""
+    last_step_timestamp_seconds = gauge("seconds", lambda now: single(now.last_step_s))
+    """Unix time at which the last step ended; before the first, at which the loop began."""
+    max_staleness = gauge("steps", lambda now: single(now.max_staleness))
+    """eta: a token older than this is not trained on."""
+    step_duration_seconds = histogram("seconds", STEP_EDGES_S)
+    """Wall clock from the end of a step to the end of the next."""
+    step_phase_seconds = counter("seconds", lambda now: by(PHASES, now.phases), Label(name="phase", values=PHASES))
+    """Wall clock of the steps by phase."""
+    trainer_phase_seconds = counter(
+        "seconds", lambda now: by(TRAINER_PHASES, now.trainer_phases), Label(name="phase", values=TRAINER_PHASES)
+    )
+    """Wall clock of the phase `train` inside the trainer."""
+    weight_update_pause_seconds = histogram("seconds", SHORT_EDGES_S)
+    """Pause of a replica in a weight update."""
+    store_latency_seconds = histogram("seconds", SHORT_EDGES_S, Label(name="call", values=STORE_CALLS))
+    """From the driver's call of the store to its answer."""
+    replica_version = gauge(
+        "version", lambda now: by_replica(now, lambda one: one.applied and one.applied.version), REPLICA
+    )
+    """Policy version that the replica last answered for."""
+    replica_up = gauge(
+        "bool", lambda now: by_replica(now, lambda one: one.port is not None and one.applied is not None), REPLICA
+    )
+    """1 while the replica serves, 0 while it starts or is dead."""
+    restarts = counter("restarts", lambda now: by(ROLES, now.restarts), Label(name="role", values=ROLES))
+    """Actors replaced."""
+    actor_memory_bytes = gauge(
         "bytes",
-        4,
-        "Resident memory of the actor and the processes that it started, sampled.",
+        lambda now: {(name,): size for name, size in now.memory.items()},
         Label(name="actor", extent=Extent.ACTORS),
-    ),
-)
+    )
+    """Resident memory of the actor and the processes that it started, sampled."""

@@ -1,9 +1,26 @@
-"""What a declared signal is: type, unit, labels, buckets, and how many series it may have at most. It knows no
-particular signal."""
+"""What a declared signal is: type, unit, labels, buckets, how many series it may have at most, and the accessor of its
+values. It knows no particular signal.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+A metric is one attribute of a `Section` and the text below it:
+
+    class System(Section, layer=4):
+        weight_updates = column("updates", lambda now: now.loop.accounts.weight_updates)
+        \"\"\"Committed publications since the loop began.\"\"\"
+
+Rows, exports, trackers, files and documents follow from that.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from itertools import pairwise
+from textwrap import dedent
+from typing import ClassVar
+
+from orchestrator.metrics.state import Ended, Moment, Series
+from trainer.types.step import StepReport
 
 
 class MetricType(StrEnum):
@@ -52,23 +69,36 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One declared signal."""
+class Declared:
+    """A metric without its name, its help and its layer, which come from where it stands."""
 
-    name: str
-    """Prometheus name: `concord_`, base units, `_total` for counters."""
     type: MetricType
     unit: str
-    help: str
-    diagnosis_layer: int
-    """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper ends of a histogram's buckets, rising; the one above all is implied."""
     in_rows: bool = False
     """A number of every step, so a column of the metric parts."""
-    measured_by: str = ""
-    """The column that is -1 in the rows where nothing was measured; Prometheus then gets no sample."""
+    optional: bool | str = False
+    """A column that says -1 where nothing was measured; for values that may be -1, the column that tells. Prometheus
+    then gets no sample."""
+    at_step: Callable[[Ended], Series] | None = None
+    """Its values at the end of a step, which stand until the next."""
+    of_blocks: Callable[[StepReport], Series] | None = None
+    """The same of a signal of blocks, which the block parts take from the report alone."""
+    now: Callable[[Moment], Series] | None = None
+    """Its values at any time. A histogram has neither: its source observes single values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric(Declared):
+    """One declared signal."""
+
+    name: str
+    """Prometheus name: `concord_`, base units, `_total` for counters."""
+    help: str
+    diagnosis_layer: int
+    """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
 
     def __post_init__(self) -> None:
         if (self.type is MetricType.COUNTER) != self.name.endswith("_total"):
@@ -85,6 +115,11 @@ class Metric:
     def column(self) -> str:
         """Name in the metric parts."""
         return self.name.removeprefix("concord_")
+
+    @property
+    def measured_by(self) -> str:
+        """The column that is -1 in the rows where nothing was measured; empty where something always is."""
+        return self.optional if isinstance(self.optional, str) else self.column if self.optional else ""
 
     def measured(self, row: Mapping[str, float]) -> bool:
         """Whether a row has a value of this column."""
@@ -106,61 +141,81 @@ class Metric:
         return combinations
 
 
-def column(name: str, unit: str, diagnosis_layer: int, help: str) -> Metric:
-    """A number of every step: a gauge, and a column of the metric parts."""
-    return Metric(
-        name=f"concord_{name}",
-        type=MetricType.GAUGE,
-        unit=unit,
-        help=help,
-        diagnosis_layer=diagnosis_layer,
-        in_rows=True,
+class Section:
+    """A part of the catalogue: each attribute declares the metric of its name, and the text below it is its help."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    """In the order in which they are declared."""
+
+    def __init_subclass__(cls, *, layer: int) -> None:
+        helps = _texts_below(dedent(inspect.getsource(cls)))
+        cls.metrics = tuple(
+            _metric(one, name, helps[name], layer) for name, one in vars(cls).items() if isinstance(one, Declared)
+        )
+
+
+def _metric(declared: Declared, name: str, help: str, layer: int) -> Metric:
+    suffix = "_total" if declared.type is MetricType.COUNTER else ""
+    given = {each.name: getattr(declared, each.name) for each in fields(Declared)}
+    return Metric(name=f"concord_{name}{suffix}", help=help, diagnosis_layer=layer, **given)
+
+
+def _texts_below(source: str) -> dict[str, str]:
+    """Attribute -> the string that follows its assignment in a class."""
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        one.targets[0].id: " ".join(below.value.value.split())
+        for one, below in pairwise(definition.body)
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
+def column(unit: str, value: Callable[[Moment], float], optional: bool | str = False) -> Declared:
+    """A number of every step, a column of the metric parts, read off the loop."""
+    return Declared(type=MetricType.GAUGE, unit=unit, in_rows=True, optional=optional, now=lambda now: {(): value(now)})
+
+
+def step_column(unit: str, value: Callable[[Ended], float], optional: bool | str = False) -> Declared:
+    """The same, read off the step that ended."""
+    return Declared(
+        type=MetricType.GAUGE, unit=unit, in_rows=True, optional=optional, at_step=lambda step: {(): value(step)}
     )
 
 
-def optional_column(name: str, unit: str, diagnosis_layer: int, help: str, measured_by: str = "") -> Metric:
-    """A column that says -1 where nothing was measured.
-
-    Args:
-        measured_by: for values that may be -1, the column that tells; its own are never negative.
-    """
-    return replace(column(name, unit, diagnosis_layer, help), measured_by=measured_by or name)
-
-
-def gauge(name: str, unit: str, diagnosis_layer: int, help: str, *labels: Label) -> Metric:
+def gauge(unit: str, value: Callable[[Moment], Series], *labels: Label) -> Declared:
     """A value that has labels, or that changes between steps."""
-    return Metric(
-        name=f"concord_{name}",
-        type=MetricType.GAUGE,
-        unit=unit,
-        help=help,
-        diagnosis_layer=diagnosis_layer,
-        labels=labels,
+    return Declared(type=MetricType.GAUGE, unit=unit, labels=labels, now=value)
+
+
+def step_gauge(unit: str, value: Callable[[Ended], Series], *labels: Label) -> Declared:
+    """The same, read off the step that ended."""
+    return Declared(type=MetricType.GAUGE, unit=unit, labels=labels, at_step=value)
+
+
+def block_gauge(unit: str, value: Callable[[StepReport], Series], *labels: Label) -> Declared:
+    """A value of each block, or of each head of one."""
+    return Declared(
+        type=MetricType.GAUGE, unit=unit, labels=labels, at_step=lambda step: value(step.report), of_blocks=value
     )
 
 
-def counter(name: str, unit: str, diagnosis_layer: int, help: str, *labels: Label) -> Metric:
-    """A count since the process began; `name` without its `_total`."""
-    return Metric(
-        name=f"concord_{name}_total",
-        type=MetricType.COUNTER,
-        unit=unit,
-        help=help,
-        diagnosis_layer=diagnosis_layer,
-        labels=labels,
-    )
+def counter(unit: str, value: Callable[[Moment], Series], *labels: Label) -> Declared:
+    """A count since the process began; the `_total` of its name is added."""
+    return Declared(type=MetricType.COUNTER, unit=unit, labels=labels, now=value)
 
 
-def histogram(
-    name: str, unit: str, diagnosis_layer: int, help: str, buckets: tuple[float, ...], *labels: Label
-) -> Metric:
+def histogram(unit: str, buckets: tuple[float, ...], *labels: Label) -> Declared:
     """A distribution since the process began."""
-    return Metric(
-        name=f"concord_{name}",
-        type=MetricType.HISTOGRAM,
-        unit=unit,
-        help=help,
-        diagnosis_layer=diagnosis_layer,
-        labels=labels,
-        buckets=buckets,
-    )
+    return Declared(type=MetricType.HISTOGRAM, unit=unit, labels=labels, buckets=buckets)
+
+
+def single(value: float) -> Series:
+    """Of a metric without labels."""
+    return {(): value}
+
+
+def by(values: Iterable[str], counts: Mapping[str, float]) -> Series:
+    """A series for each of `values`, 0 where nothing was counted."""
+    return {(str(value),): counts.get(value, 0) for value in values}

@@ -1,5 +1,7 @@
 """What a report says, section by section, from a run's record."""
 
+from functools import partial
+
 from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
@@ -101,35 +103,29 @@ def _scores_told(record: RunRecord) -> str:
 
 def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
     """How old tokens were."""
+    said = partial(Section, key="staleness", title="Staleness")
     figure = staleness_figure(histograms, max_staleness)
     if figure is None:
-        return Section(
-            key="staleness",
-            title="Staleness",
-            intro="No trained token was counted: there is nothing in histograms/ yet.",
-        )
+        return said(intro="No trained token was counted: there is nothing in histograms/ yet.")
     intro = (
         "Steps between the version that sampled a token and the trainer's when it trained on it. The limit of this run "
         f"is {max_staleness}."
     )
-    return Section(key="staleness", title="Staleness", intro=intro, figures=(figure,))
+    return said(intro=intro, figures=(figure,))
 
 
 def ratio_section(record: RunRecord) -> Section:
     """How far importance ratios are from 1, and whose doing that is."""
+    said = partial(Section, key="ratios", title="Importance ratios")
     figure = ratio_figure(record.histograms)
     if figure is None:
-        return Section(
-            key="ratios", title="Importance ratios", intro="No ratio was counted: there is nothing in histograms/ yet."
-        )
+        return said(intro="No ratio was counted: there is nothing in histograms/ yet.")
     apart = (
         " Staleness and engine are told apart in mode gate only; this run shows the total."
         if record.config.consistency.mode != "gate"
         else ""
     )
-    return Section(
-        key="ratios",
-        title="Importance ratios",
+    return said(
         intro=(
             "Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a "
             f"narrow peak at 1.{apart}"
@@ -140,63 +136,46 @@ def ratio_section(record: RunRecord) -> Section:
 
 def attribution_section(record: RunRecord) -> Section:
     """Why engine and trainer differ."""
-    title, findings = "Attribution of the engine's gap", record.events_of("consistency_finding")
-    found = attributed(findings)
-    if found:
+    said = partial(Section, key="attribution", title="Attribution of the engine's gap")
+    findings = record.events_of("consistency_finding")
+    if found := attributed(findings):
         worst = "; ".join(f"replica {each.replica}, {each.policy}: {each.gap:.3g} nats" for each in found)
         intro = (
             "Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual "
             f"recomputation ({worst})."
         )
-        return Section(key="attribution", title=title, intro=intro, figures=tuple(waterfall(each) for each in found))
+        return said(intro=intro, figures=tuple(waterfall(each) for each in found))
     if findings:
         causes = ", ".join(sorted({str(event.fields.get("cause")) for event in findings}))
-        return Section(
-            key="attribution",
-            title=title,
-            intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.",
-        )
+        return said(intro=f"{len(findings)} findings without a gap to take apart; causes named: {causes}.")
     if record.config.consistency.mode == "off":
-        return Section(
-            key="attribution",
-            title=title,
-            intro="The consistency service was off: nothing was recomputed, so nothing can be said.",
-        )
+        return said(intro="The consistency service was off: nothing was recomputed, so nothing can be said.")
     audited = record.rows.column("consistency_audited_groups")[-1] if len(record.rows) else 0
-    return Section(
-        key="attribution",
-        title=title,
-        intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.",
-    )
+    return said(intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.")
 
 
 def phases_section(record: RunRecord) -> Section:
     """Where time goes."""
+    said = partial(Section, key="phases", title="Phases of a step")
     figure = phases_figure(record.rows)
     if figure is None:
-        return Section(key="phases", title="Phases of a step", intro="No step is on disk yet.")
+        return said(intro="No step is on disk yet.")
     rows = record.rows
     share = float(rows.column("step_wait_seconds").sum() / rows.column("step_seconds").sum())
     intro = (
         f"The trainer waited for a batch in {share:.0%} of the time: much of it means that engines or rewards are the "
         "bottleneck."
     )
-    return Section(key="phases", title="Phases of a step", intro=intro, figures=(figure,))
+    return said(intro=intro, figures=(figure,))
 
 
 def dispatches_section(record: RunRecord) -> Section:
     """What became of every attempt."""
-    title = "Accounting of dispatches"
+    said = partial(Section, key="dispatches", title="Accounting of dispatches")
     if record.counts is None:
-        return Section(key="dispatches", title=title, intro="The store of this run cannot be read.")
+        return said(intro="The store of this run cannot be read.")
     found = endings(record.counts)
     total = record.counts.total
     intro = f"{total:,} dispatches = {' + '.join(f'{each.groups:,} {each.name}' for each in found)}. Each ends once."
     rows = [(each.name, f"{each.groups:,}", f"{each.groups / total:.1%}" if total else "") for each in found]
-    return Section(
-        key="dispatches",
-        title=title,
-        intro=intro,
-        figures=(endings_figure(found),),
-        table=table_of(("ending", "groups", "share"), rows),
-    )
+    return said(intro=intro, figures=(endings_figure(found),), table=table_of(("ending", "groups", "share"), rows))

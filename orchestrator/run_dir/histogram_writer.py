@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from orchestrator.metrics.catalogue import DECLARED
-from orchestrator.metrics.distributions import Distributions, LabelValues
+from orchestrator.metrics.distributions import Distributions
+from orchestrator.metrics.state import LabelValues
 from orchestrator.run_dir.metrics_writer import Parts
 from rollout.types.weights import PolicyVersion
 

@@ -16,96 +16,56 @@ from rollout.store.sqlite.schema import FILE_NAME as STORE_FILE
 from rollout.types.weights import PolicyVersion
 
 
+class _Below:
+    """A path below a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDir", owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths below `runs/NAME`."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.json"
-
-    @property
-    def summary(self) -> Path:
-        """The machine-readable result."""
-        return self.path / "summary.json"
-
-    @property
-    def weights(self) -> Path:
-        """One directory a published version."""
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One directory a checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def saved_steps(self) -> Path:
-        """One directory a step that was not applied, as many as are kept."""
-        return self.path / "saved_steps"
-
-    @property
-    def metrics(self) -> Path:
-        """Parquet parts, one row a step."""
-        return self.path / "metrics"
-
-    @property
-    def block_metrics(self) -> Path:
-        """Parquet parts, one row a step, block and signal."""
-        return self.path / "block_metrics"
-
-    @property
-    def prometheus_targets(self) -> Path:
-        """Where Prometheus finds this run, in the form of its file-based service discovery."""
-        return self.path / "prometheus_targets.json"
-
-    @property
-    def gradloc(self) -> Path:
-        """One file a step whose gradient was searched."""
-        return self.path / "gradloc"
-
-    @property
-    def histograms(self) -> Path:
-        """Parquet parts: values by bucket of some steps."""
-        return self.path / "histograms"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files of TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Where Weights & Biases keeps what it has of this run."""
-        return self.path / "wandb"
-
-    @property
-    def store(self) -> Path:
-        """The trajectory store's database."""
-        return self.path / STORE_FILE
-
-    @property
-    def events(self) -> Path:
-        """The numbered events of the store, one JSON object a line."""
-        return self.path / EVENTS_FILE
-
-    @property
-    def report(self) -> Path:
-        """The run's page for people."""
-        return self.path / "report.html"
-
-    @property
-    def stacks(self) -> Path:
-        """Stack dumps of actors."""
-        return self.path / "stacks"
-
-    @property
-    def export(self) -> Path:
-        """The trained model in Hugging Face layout, once the run has finished."""
-        return self.path / "export"
+    config = _Below("config.json")
+    """The resolved config."""
+    summary = _Below("summary.json")
+    """The machine-readable result."""
+    weights = _Below("weights")
+    """One directory a published version."""
+    checkpoints = _Below("checkpoints")
+    """One directory a checkpoint."""
+    saved_steps = _Below("saved_steps")
+    """One directory a step that was not applied, as many as are kept."""
+    metrics = _Below("metrics")
+    """Parquet parts, one row a step."""
+    block_metrics = _Below("block_metrics")
+    """Parquet parts, one row a step, block and signal."""
+    prometheus_targets = _Below("prometheus_targets.json")
+    """Where Prometheus finds this run, in the form of its file-based service discovery."""
+    gradloc = _Below("gradloc")
+    """One file a step whose gradient was searched."""
+    histograms = _Below("histograms")
+    """Parquet parts: values by bucket of some steps."""
+    tensorboard = _Below("tensorboard")
+    """Event files of TensorBoard."""
+    wandb = _Below("wandb")
+    """Where Weights & Biases keeps what it has of this run."""
+    store = _Below(STORE_FILE)
+    """The trajectory store's database."""
+    events = _Below(EVENTS_FILE)
+    """The numbered events of the store, one JSON object a line."""
+    report = _Below("report.html")
+    """The run's page for people."""
+    stacks = _Below("stacks")
+    """Stack dumps of actors."""
+    export = _Below("export")
+    """The trained model in Hugging Face layout, once the run has finished."""
 
     def weights_of(self, policy: PolicyVersion) -> Path:
         """Directory of one published version."""

@@ -64,7 +64,7 @@ class _Buffer:
         self._steps: deque[Sequence[Mapping[str, object]]] = deque(maxlen=MOST_HELD_STEPS)
         self._since = 0
 
-    def add(self, rows: Sequence[Mapping[str, object]]) -> None:
+    def _hold(self, rows: Sequence[Mapping[str, object]]) -> None:
         """One step; every so many are written. Raises OSError as `flush`."""
         self._steps.append(rows)
         self._since += 1
@@ -82,11 +82,11 @@ class _Buffer:
         self._steps.clear()
 
 
-class MetricsRecorder:
+class MetricsRecorder(_Buffer):
     """Buffers rows and writes a part every `rows_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, rows_per_part: int = 50) -> None:
-        self._buffer = _Buffer(Parts(directory, SCHEMA), rows_per_part)
+        super().__init__(Parts(directory, SCHEMA), rows_per_part)
 
     def add(self, row: Mapping[str, float]) -> None:
         """One step.
@@ -100,18 +100,14 @@ class MetricsRecorder:
                 f"metric row has undeclared {sorted(set(row) - set(COLUMNS))} and lacks "
                 f"{sorted(set(COLUMNS) - set(row))}; declare metrics in orchestrator/metrics"
             )
-        self._buffer.add((row,))
-
-    def flush(self) -> None:
-        """Write what is buffered. Raises OSError; what the disk refuses is kept."""
-        self._buffer.flush()
+        self._hold((row,))
 
 
-class BlockRecorder:
+class BlockRecorder(_Buffer):
     """Buffers the values of blocks and writes a part every `steps_per_part` steps, and whenever it is told to."""
 
     def __init__(self, directory: Path, steps_per_part: int = 50) -> None:
-        self._buffer = _Buffer(Parts(directory, BLOCK_SCHEMA), steps_per_part)
+        super().__init__(Parts(directory, BLOCK_SCHEMA), steps_per_part)
 
     def add(self, policy: PolicyVersion, values: Sequence[BlockValue]) -> None:
         """The step that produced `policy`, with as many values as it has.
@@ -128,13 +124,9 @@ class BlockRecorder:
                     "orchestrator/metrics"
                 )
         of_step = {"trainer_epoch": policy.trainer_epoch, "step": policy.version}
-        self._buffer.add(
+        self._hold(
             [
                 {**of_step, "block": one.block, "head": one.head, "signal": one.signal, "value": one.value}
                 for one in values
             ]
         )
-
-    def flush(self) -> None:
-        """Write what is buffered. Raises OSError; what the disk refuses is kept."""
-        self._buffer.flush()

@@ -4,8 +4,9 @@ from itertools import product
 
 from orchestrator.config import parse_config
 from orchestrator.metrics.catalogue import CATALOGUE, sizes_of
-from orchestrator.metrics.distributions import Distributions, LabelValues
+from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
+from orchestrator.metrics.state import LabelValues
 from orchestrator.metrics.types import Metric, MetricType
 
 TWO_REPLICAS: dict[str, object] = {

@@ -15,14 +15,14 @@ from support.loop.local_fleet import QuietReporter
 from support.servers.scrapes import scrape, series_by_metric, value_of
 from support.servers.served_run import BATCH, GROUP, config_of, drive_served
 
-from orchestrator.exporters.prometheus import Exporter, Text, _family
+from orchestrator.exporters.prometheus import Exporter, Text, family_of
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.metrics.catalogue import DECLARED, sizes_of
+from orchestrator.metrics.consistency import attributed
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import MAX_REWARD_PARTS, MetricType
-from orchestrator.signals.live import BoundedParts
-from orchestrator.signals.replicas import attributed
+from orchestrator.signals.moments import BoundedParts
 from rollout.errors import ConcordError, UserError
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
@@ -107,7 +107,7 @@ class Families:
     def collect(self) -> Iterator[Family]:
         for metric in DECLARED.values():
             if self._snapshot.numbers.get(metric.name) or self._snapshot.distributions.get(metric.name):
-                yield _family(metric, self._snapshot)
+                yield family_of(metric, self._snapshot)
 
 
 def test_what_was_never_measured_has_no_sample(tmp_path: Path):

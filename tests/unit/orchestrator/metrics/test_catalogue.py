@@ -9,6 +9,7 @@ import pytest
 from support.paths import ROOT
 
 from orchestrator.config import RunConfig, parse_config
+from orchestrator.dispatch.accounts import Accounts
 from orchestrator.metrics.catalogue import CATALOGUE, DECLARED, max_series, sizes_of
 from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
 from orchestrator.metrics.types import Extent, MetricType
@@ -104,6 +105,13 @@ def test_the_most_series_of_a_run_follow_from_its_sizes():
     )
     assert max_series(two) - max_series(one) == per_replica + 1  # and the memory of one more actor
     assert DECLARED["concord_log_ratio_nats"].max_series(one) == 3 * (len(LOG_RATIO_EDGES) + 1)
+
+
+def test_the_longest_pause_is_that_of_the_slowest_replica_of_the_last_update():
+    accounts = Accounts()
+    accounts.paused([9.0, 1.0])
+    accounts.paused([1.0, 3.0, 2.0])
+    assert (accounts.longest_pause_s, list(accounts.pauses)) == (3.0, [9.0, 1.0, 1.0, 3.0, 2.0])
 
 
 def test_a_score_of_minus_one_is_a_score_once_a_version_was_scored():

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from support.builders import BASE, build_dispatch, build_group, build_stored, build_trajectory
 from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
+from support.loop.moments import moment
 
-from orchestrator.signals.consistency import UNKNOWN, routing_columns
+from orchestrator.metrics.consistency import Agreement
+from orchestrator.metrics.types import UNMEASURED
 from rollout.types.trajectory import TrajectoryGroup
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.routing import RoutingAgreement, routing_agreement
@@ -124,8 +126,14 @@ def gap_of(replica: int, *agreements: RoutingAgreement | None, missing: int = 0)
     )
 
 
+def routing_columns(newest: dict[int, ReplicaGap]) -> dict[str, float]:
+    now = moment(newest_gaps=newest)
+    found = {metric.column: metric.now(now)[()] for metric in Agreement.metrics if metric.in_rows and metric.now}
+    return {name: value for name, value in found.items() if "_routing_" in name}
+
+
 def test_columns_show_the_worst_replica_and_nothing_before_there_is_something():
-    assert set(routing_columns({}).values()) == {UNKNOWN}
+    assert set(routing_columns({}).values()) == {UNMEASURED}
     gaps = {0: gap_of(0, agreement(flipped=4)), 1: gap_of(1, agreement(flipped=2, missing=4)), 2: gap_of(2, None)}
     assert routing_columns(gaps) == {
         "consistency_routing_mismatch": 0.25,
@@ -134,7 +142,7 @@ def test_columns_show_the_worst_replica_and_nothing_before_there_is_something():
     }
     gaps = {0: gap_of(0, None, missing=8)}
     assert routing_columns(gaps) == {
-        "consistency_routing_mismatch": UNKNOWN,
-        "consistency_routing_any_mismatch": UNKNOWN,
+        "consistency_routing_mismatch": UNMEASURED,
+        "consistency_routing_any_mismatch": UNMEASURED,
         "consistency_routing_coverage": 0.0,
     }

@@ -1,0 +1,161 @@
+"""Layer 1, what the reward teaches: whether the evaluation follows it, and what it follows itself. Each rule is a pure
+function of a record; windows are in rows, thresholds are named above the rules that use them."""
+
+import numpy as np
+
+from orchestrator.doctor.evaluations import Comparison, compared
+from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.doctor.trends import change, level, share
+from orchestrator.doctor.windows import PERSISTENCE, WINDOW, moved
+from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.record import Record
+
+LEAST_EVALUATIONS = 4
+"""Evaluations of one configuration before their trend is read."""
+REWARD_ERRORS = 4.0
+"""Standard errors by which the training reward must have risen."""
+SCORE_ERRORS = 3.0
+"""Standard errors by which evaluation and training reward must differ, or by which an evaluation must have fallen."""
+LEAST_RISE = 0.25
+"""Rise of the training reward that counts, in standard deviations of a reward."""
+FOLLOWS = 0.3
+"""An evaluation that rises by this share of the training reward's rise follows it."""
+LEAST_FALL = 0.1
+"""Fall of the evaluation that counts."""
+LENGTH_GROWTH = 1.3
+"""Growth of the mean length that counts beside a reward that the evaluation does not follow."""
+TIED_ERRORS = 2.0
+"""Standard errors by which length must have grown where the reward follows it anyway."""
+LENGTH_CORRELATION = 0.6
+"""Correlation of reward and length within groups above which the reward is a function of length."""
+LEAST_CORRELATIONS = 5
+"""Steps with a correlation at all: where every answer reaches the limit there is none."""
+FEW_PROMPTS = 0.5
+"""Share of different prompts among the newest groups, below which a rising reward may be memory."""
+ENTROPY_FALL = 0.6
+"""Entropy over what it was, below which it has fallen."""
+SOLVED_SHARE = 0.3
+"""Rise of the share of solved groups that explains a fall of entropy."""
+
+
+def _overstated(record: Record) -> Comparison | None:
+    """The training reward rises, the evaluation does not follow, and what training believes lies above what the
+    evaluation sees.
+
+    Not so on a handful of prompts: those are learned by heart, which is no fault of the reward.
+    """
+    both = compared(record, LEAST_EVALUATIONS)
+    if both is None or level(record.column("distinct_prompts")[-WINDOW:]) < FEW_PROMPTS:
+        return None
+    spread = level(record.column("reward_std"))
+    rises = both.reward.rises(REWARD_ERRORS) and both.reward.size >= LEAST_RISE * spread
+    apart = both.reward.size - both.score.size > SCORE_ERRORS * float(np.hypot(both.reward.error, both.score.error))
+    follows = both.score.size > FOLLOWS * both.reward.size
+    above = both.reward.after > both.last_score + SCORE_ERRORS * both.score.error
+    return both if rises and apart and above and not follows else None
+
+
+def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
+    first, last = both.first_step, both.last_step
+    score = (
+        ("first", both.first_score),
+        ("last", both.last_score),
+        ("change of the fitted line", both.score.size),
+        ("its standard error", both.score.error),
+    )
+    return (
+        Evidence("reward_mean", first, last, (("from", both.reward.before), ("to", both.reward.after))),
+        Evidence("eval_score", first, last, score),
+    )
+
+
+def length_reward(record: Record) -> Finding | None:
+    """The reward is a function of length, or both grow while the evaluation does not follow."""
+    both, length = _overstated(record), change(record.column("length_mean"), WINDOW)
+    correlation = record.column("reward_length_correlation")
+    rows = np.flatnonzero(np.isfinite(correlation) & (correlation != 0.0))[-WINDOW:]
+    correlation = correlation[rows]
+    tied = correlation.size >= LEAST_CORRELATIONS and share(correlation >= LENGTH_CORRELATION) >= PERSISTENCE
+    grown = length is not None and length.ratio >= LENGTH_GROWTH and length.rises(REWARD_ERRORS)
+    measured = correlation.size > 0
+    if length is None or not (
+        (both is not None and grown and (tied or not measured)) or (tied and length.rises(TIED_ERRORS))
+    ):
+        return None
+    evidence = [moved(record, "length_mean", length)]
+    if measured:
+        numbers = (("mean", level(correlation)), ("limit", LENGTH_CORRELATION))
+        begin, end = int(record.steps[rows[0]]), int(record.steps[rows[-1]])
+        evidence.append(Evidence("reward_length_correlation", begin, end, numbers))
+    told = f"length grew from {length.before:.3g} to {length.after:.3g} tokens"
+    if both is None:
+        summary = f"{told}, and within groups the reward goes with it (correlation {level(correlation):.2f})"
+        return Finding(Cause.LENGTH_REWARD, Severity.WARN, int(record.steps[0]), summary, tuple(evidence))
+    summary = (
+        f"{told} while the reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} and the evaluation "
+        "did not follow"
+    )
+    evidence = [*_reward_and_score(both), *evidence]
+    return Finding(Cause.LENGTH_REWARD, Severity.CRITICAL, both.first_step, summary, tuple(evidence))
+
+
+def _against_evaluation(cause: Cause, both: Comparison, went: str) -> Finding:
+    """Training reward up, and the evaluation `went` otherwise."""
+    summary = (
+        f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f}{went} from "
+        f"{both.first_score:.2f} to {both.last_score:.2f}"
+    )
+    return Finding(cause, Severity.CRITICAL, both.first_step, summary, _reward_and_score(both))
+
+
+def reward_inverted(record: Record) -> Finding | None:
+    """Training reward up, evaluation down, length not the reason."""
+    both = _overstated(record)
+    if both is None or length_reward(record) is not None:
+        return None
+    if not any(fall.falls(SCORE_ERRORS) and -fall.size >= LEAST_FALL for fall in (both.score, both.ends)):
+        return None
+    return _against_evaluation(Cause.REWARD_INVERTED, both, " while the evaluation fell")
+
+
+def reward_detached(record: Record) -> Finding | None:
+    """Training reward up, evaluation flat, and nothing above says why."""
+    both = _overstated(record)
+    if both is None or length_reward(record) is not None or reward_inverted(record) is not None:
+        return None
+    return _against_evaluation(Cause.REWARD_DETACHED, both, ", the evaluation went")
+
+
+def length_growth(record: Record) -> Finding | None:
+    """Answers grow, and no evaluation says whether for the better."""
+    length = change(record.column("length_mean"), WINDOW)
+    if length is None or length.ratio < LENGTH_GROWTH or not length.rises(REWARD_ERRORS):
+        return None
+    if compared(record, LEAST_EVALUATIONS) is not None or length_reward(record) is not None:
+        return None
+    return Finding(
+        Cause.LENGTH_GROWTH,
+        Severity.INFO,
+        int(record.steps[0]),
+        f"length grew from {length.before:.3g} to {length.after:.3g} tokens, and there are too few evaluations to say "
+        "whether for the better",
+        (moved(record, "length_mean", length, ("limit of the ratio", LENGTH_GROWTH)),),
+    )
+
+
+def solved(record: Record) -> Finding | None:
+    """Entropy falls because groups are solved: learning, and no alarm."""
+    entropy, right = (
+        change(record.column("policy_entropy"), WINDOW),
+        change(record.column("all_correct_groups"), WINDOW),
+    )
+    if entropy is None or right is None or entropy.ratio > ENTROPY_FALL or right.size < SOLVED_SHARE:
+        return None
+    return Finding(
+        Cause.SOLVED,
+        Severity.INFO,
+        int(record.steps[0]),
+        f"entropy fell from {entropy.before:.2f} to {entropy.after:.2f} nats as solved groups rose from "
+        f"{right.before:.0%} to {right.after:.0%}",
+        (moved(record, "policy_entropy", entropy), moved(record, "all_correct_groups", right)),
+    )

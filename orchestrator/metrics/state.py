@@ -1,0 +1,200 @@
+"""What the accessors of metrics read: a step that has just ended, and the loop as it stands.
+
+The loop's parts lie above the catalogue. What of them is read whole is a Protocol here, in which `Final` says that an
+attribute is only read, so a frozen class or a narrower type will do; the rest comes as plain values.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias
+
+from rollout.types.dispatch import Counts
+from rollout.types.weights import PolicyVersion
+from trainer.consistency.service.report import ReplicaGap
+from trainer.types.step import StepReport
+
+LabelValues: TypeAlias = tuple[str, ...]
+"""Of one series, in the order of the metric's labels."""
+Series: TypeAlias = Mapping[LabelValues, float]
+"""Values of one metric; what was not measured is not there."""
+
+
+class Facts(Protocol):
+    """What one step trained on."""
+
+    reward_mean: Final[float]
+    reward_std: Final[float]
+    length_mean: Final[float]
+    length_cap_fraction: Final[float]
+    zero_variance: Final[float]
+    reward_length_correlation: Final[float]
+    all_correct: Final[float]
+    all_wrong: Final[float]
+    staleness_mean: Final[float]
+    staleness_max: Final[int]
+    mixed_fraction: Final[float]
+    generation_s: Final[float]
+    reward_s: Final[float]
+
+
+class Phases(Protocol):
+    """Wall-clock seconds of one step."""
+
+    wait_s: Final[float]
+    train_s: Final[float]
+    publish_s: Final[float]
+    checkpoint_s: Final[float]
+
+
+class Searches(Protocol):
+    """Sums over gradient searches."""
+
+    outcomes: Final[Mapping[str, int]]
+    types: Final[Mapping[str, int]]
+    passes: Final[int]
+    seconds: Final[float]
+
+
+class Audits(Protocol):
+    """What audits have found since the loop began."""
+
+    audited: Final[int]
+    degraded_steps: Final[int]
+    verdicts: Final[Mapping[str, int]]
+    reasons: Final[Mapping[str, int]]
+    scored_tokens: Final[int]
+    busy_s: Final[float]
+    held_versions: Final[int]
+    held_bytes: Final[int]
+
+
+class Replica(Protocol):
+    """One engine replica."""
+
+    slot: Final[int]
+    port: Final[object]
+    tag: Final[object]
+    applied: Final[PolicyVersion | None]
+    tolerance_nats: Final[float]
+    canary_gap_nats: Final[float]
+    digest_mismatches: Final[int]
+
+    @property
+    def sampled_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A step that has just been applied."""
+
+    report: StepReport
+    facts: Facts
+    phases: Phases
+    seconds: float
+    """From the end of the step before."""
+    reward_moving_10: float
+    mean_reward: Mapping[str, float]
+    """Of all trajectories that reached a stage, by its name."""
+    mean_length: Mapping[str, float]
+    """The same, in sampled tokens."""
+    prompts: Sequence[str]
+    """Of the newest trained groups."""
+    reward_parts: Series
+    """Mean of each named part of the reward that is told apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The loop as it stands. Counts and seconds are since it began, where nothing else is said."""
+
+    wall_s: float
+    counts: Counts
+    """Of dispatches, since the run began."""
+    opening: Counts
+    """The same, when the loop began."""
+    queues: Mapping[str, int]
+    admission_capacity: int
+    trainer_version: int
+    committed_version: int
+    weight_updates: int
+    weights_superseded: int
+    longest_pause_s: float
+    """Of a replica in the last weight update."""
+    trained_tokens: int
+    retried: int
+    trainer_busy_s: float
+    replica_busy_s: Mapping[int, float]
+    """By slot."""
+    observing_cpu_s: float
+    speeds: Mapping[str, float]
+    """Columns about the slowest replica."""
+    steps: int
+    """Applied ones."""
+    skipped: int
+    """Those not applied."""
+    batch_wait_s: float
+    last_step_s: float
+    """Unix time at which the last step ended."""
+    phases: Mapping[str, float]
+    """Seconds of the steps by phase."""
+    trainer_phases: Mapping[str, float]
+    """The same, inside the trainer."""
+    searches: Searches
+    side_file_failures: int
+    restarts: Mapping[str, int]
+    """Actors replaced, by role."""
+    evaluation: Mapping[str, float]
+    """Columns of the newest score."""
+    scores: Series
+    """The same, by configuration."""
+    evaluation_tokens: int
+    evaluation_s: float
+    audits: Audits
+    audits_skipped: int
+    """Groups chosen for an audit that were let go because the service was behind."""
+    findings: Mapping[str, int]
+    """Findings of audits by cause."""
+    newest_gaps: Mapping[int, ReplicaGap]
+    """The newest audit of each replica, by slot."""
+    audits_run: bool
+    """There is a consistency service."""
+    baselines: Mapping[int, float]
+    """Each replica's own mean |d_engine| when the run began, by slot, in nats."""
+    multiples: Mapping[int, float]
+    """Mean |d_engine| of its newest audit over that."""
+    replicas: Sequence[Replica]
+    diagnosis: Mapping[str, Series]
+    """The doctor's, by name of the metric."""
+    environment: str = ""
+    max_staleness: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Resident bytes by actor."""
+
+    def share(self, seconds: float) -> float:
+        """Of the wall clock."""
+        return seconds / max(1e-9, self.wall_s)
+
+    def share_of_replicas(self, seconds: float) -> float:
+        """Mean share over the replicas."""
+        return self.share(seconds / len(self.replica_busy_s))
+
+    @property
+    def engine_busy(self) -> float:
+        """Mean share in which a replica generated."""
+        return min(1.0, self.share_of_replicas(sum(self.replica_busy_s.values())))
+
+    @property
+    def failed(self) -> Mapping[str, int]:
+        """Dispatches by reason."""
+        return Counter(dict(self.counts.failed)) - Counter(dict(self.opening.failed))
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Dispatches by reason."""
+        return Counter(dict(self.counts.rejected)) - Counter(dict(self.opening.rejected))
+
+    @property
+    def gaps(self) -> list[ReplicaGap]:
+        """The newest audit of each replica that has a scored token."""
+        return [gap for gap in self.newest_gaps.values() if gap.num_tokens]
