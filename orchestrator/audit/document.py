@@ -12,13 +12,13 @@ from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import DumpSettings, columns_read
 from trainer.consistency.dump.report import DumpReport
-from trainer.types.evidence import Attribution, Finding, Severity
+from trainer.types.evidence import Attribution, CheckFinding, CheckSeverity
 
 _EXAMPLES = 3
 """Rows of a kind of finding that are told in full."""
 _POSITIONS = 16
 """Positions of a finding that are listed."""
-_ORDER = (Severity.FAIL, Severity.INCOMPLETE, Severity.WARN)
+_ORDER = (CheckSeverity.FAIL, CheckSeverity.INCOMPLETE, CheckSeverity.WARN)
 
 
 class Example(TypedDict):
@@ -102,7 +102,7 @@ def _by_kind(findings: Sequence[RowFinding]) -> Iterable[FindingKind]:
     for each in findings:
         finding = each.finding
         kinds.setdefault((finding.severity, finding.check, finding.code, each.column), []).append(each)
-    for key in sorted(kinds, key=lambda key: (_ORDER.index(Severity(key[0])), -len(kinds[key]), key)):
+    for key in sorted(kinds, key=lambda key: (_ORDER.index(CheckSeverity(key[0])), -len(kinds[key]), key)):
         severity, check, code, column = key
         found = sorted(kinds[key], key=lambda each: each.row)
         yield FindingKind(
@@ -122,7 +122,7 @@ def _example(each: RowFinding) -> Example:
     )
 
 
-def _about_dump(finding: Finding) -> FindingKind:
+def _about_dump(finding: CheckFinding) -> FindingKind:
     example = Example(row=None, place="", detail=finding.detail, positions=[])
     return FindingKind(
         severity=str(finding.severity),

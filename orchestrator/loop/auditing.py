@@ -30,7 +30,7 @@ from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.gap import NOISE_FLOOR_NATS, GapBaseline
 from trainer.consistency.service.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
-from trainer.types.evidence import ANNOTATION_KIND, Attribution, Cause, Check, Severity
+from trainer.types.evidence import ANNOTATION_KIND, Attribution, Check, CheckSeverity, GapCause
 from trainer.types.step import OldLogprobSource, Verdict
 
 EVIDENCE_KIND = "evidence"
@@ -187,7 +187,7 @@ class Consistency:
         await self._record(
             replica=replica.slot,
             policy=policy.key,
-            cause=Cause.WEIGHT_SYNC,
+            cause=GapCause.WEIGHT_SYNC,
             gap_nats=gap if math.isfinite(gap) else None,
             explained=1.0 - own / gap if gap > own else 0.0,
             codes="canary",
@@ -289,7 +289,7 @@ class Consistency:
         if self.gates:
             await self._let_through(report.groups)
 
-    async def _record(self, *, cause: Cause, **fields: str | int | float | None) -> None:
+    async def _record(self, *, cause: GapCause, **fields: str | int | float | None) -> None:
         self.sums.findings[str(cause)] += 1
         await self._book.store.record_event("consistency_finding", {"cause": str(cause), **fields})
 
@@ -346,10 +346,10 @@ class Consistency:
             await self._book.store.record_event(
                 "consistency_drift", {"replica": gap.replica, "policy": gap.newest.key, "detail": drift.detail}
             )
-        failed = [finding for finding in gap.findings if finding.severity is Severity.FAIL]
+        failed = [finding for finding in gap.findings if finding.severity is CheckSeverity.FAIL]
         if not failed and gap.attribution is None:
             return
-        cause = gap.attribution.first if gap.attribution is not None else _CAUSES.get(failed[0].check, Cause.UNKNOWN)
+        cause = gap.attribution.first if gap.attribution is not None else _CAUSES.get(failed[0].check, GapCause.UNKNOWN)
         await self._record(
             replica=gap.replica,
             policy=gap.newest.key,
@@ -360,14 +360,18 @@ class Consistency:
             detail=failed[0].detail if failed else "",
             **({} if gap.attribution is None else _parts(gap.attribution)),
         )
-        if cause is Cause.WEIGHT_SYNC and failed:
+        if cause is GapCause.WEIGHT_SYNC and failed:
             await self._fail_replica(
                 self._replicas[gap.replica],
                 f"its log-probs are {gap.mean_abs:.3g} nats a token away from the trainer's: weight_sync",
             )
 
 
-_CAUSES = {Check.STRUCTURE: Cause.TOKENIZER, Check.TOKENIZER: Cause.TOKENIZER, Check.VERSION: Cause.VERSION_TAG}
+_CAUSES = {
+    Check.STRUCTURE: GapCause.TOKENIZER,
+    Check.TOKENIZER: GapCause.TOKENIZER,
+    Check.VERSION: GapCause.VERSION_TAG,
+}
 """Of a check that failed without a gap to attribute."""
 
 
@@ -375,7 +379,7 @@ def _parts(attribution: Attribution) -> dict[str, float]:
     """What each cause explains and what is left, as fields that add up to the gap."""
     return {
         **{f"{cause}_nats": nats for cause, nats in attribution.parts},
-        f"{Cause.UNKNOWN}_nats": attribution.residual,
+        f"{GapCause.UNKNOWN}_nats": attribution.residual,
     }
 
 

@@ -31,7 +31,7 @@ CAUSES = (
     "low_probability_tail",
     "unknown",
 )
-"""Values of `trainer.types.evidence.Cause`."""
+"""Values of `trainer.types.evidence.GapCause`."""
 DRIFTS = ("special_token_count", "special_token_type", "non_assistant_text", "assistant_text")
 """Values of `trainer.consistency.checks.structure.DriftKind`."""
 STALENESS_EDGES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)

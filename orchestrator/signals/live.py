@@ -23,7 +23,7 @@ from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.replicas import replica_numbers
 from orchestrator.signals.rows import Signals
 from rollout.types.dispatch import Counts, FailReason, RejectReason
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 from trainer.types.step import StepReport, Verdict
 
 Numbers = dict[str, dict[LabelValues, float]]
@@ -165,7 +165,7 @@ class LiveSignals:
         return {
             "concord_verdicts_total": _by(Verdict, sums.verdicts),
             "concord_verdict_reasons_total": _by(REASONS, reasons),
-            "concord_consistency_findings_total": _by(Cause, sums.findings),
+            "concord_consistency_findings_total": _by(GapCause, sums.findings),
             "concord_tokenizer_drift_total": _by(DRIFTS, {kind: sums.reasons[f"drift_{kind}"] for kind in DRIFTS}),
             "concord_audited_tokens_total": {(): float(sums.scored_tokens)},
         }

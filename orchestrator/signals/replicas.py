@@ -6,7 +6,7 @@ from orchestrator.loop.auditing import Consistency
 from orchestrator.metrics.distributions import LabelValues
 from orchestrator.replicas.replicas import Replica, Replicas
 from trainer.consistency.service.report import ReplicaGap
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 
 
 def replica_numbers(replicas: Replicas, consistency: Consistency | None) -> dict[str, dict[LabelValues, float]]:
@@ -72,9 +72,9 @@ def _statistics(gap: ReplicaGap) -> tuple[tuple[str, float], ...]:
 
 def attributed(gap: ReplicaGap) -> dict[str, float]:
     """Nats by cause, all of them; what no cause explains is `unknown`."""
-    nats = {str(cause): 0.0 for cause in Cause}
+    nats = {str(cause): 0.0 for cause in GapCause}
     if gap.attribution is not None:
         for cause, part in gap.attribution.parts:
             nats[cause] += part
-        nats[Cause.UNKNOWN] += gap.attribution.residual
+        nats[GapCause.UNKNOWN] += gap.attribution.residual
     return nats

@@ -24,7 +24,7 @@ ANNOTATION_KIND = "verdict"
 _MAGIC = b"CEV1"
 
 
-class Cause(StrEnum):
+class GapCause(StrEnum):
     """Why engine and trainer differ, in the order in which causes are tried."""
 
     TOKENIZER = "tokenizer"
@@ -68,7 +68,7 @@ class Check(StrEnum):
     """What the trainer's gradient search found."""
 
 
-class Severity(StrEnum):
+class CheckSeverity(StrEnum):
     """How bad a finding is."""
 
     INCOMPLETE = "incomplete"
@@ -80,11 +80,11 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One result of a check that was not fine."""
 
     check: Check
-    severity: Severity
+    severity: CheckSeverity
     code: str
     """Short and stable, such as `prefix_broken`; a label, never an id."""
     detail: str
@@ -98,16 +98,16 @@ class Attribution:
     """Which causes explain a gap. `sum(parts) + residual = gap`, in nats: mean |d| over the tokens in question."""
 
     gap: float
-    parts: tuple[tuple[Cause, float], ...]
+    parts: tuple[tuple[GapCause, float], ...]
     """In the order in which they were tried; only causes that explain something."""
     residual: float
     """What no cause explains."""
 
     @property
-    def first(self) -> Cause:
+    def first(self) -> GapCause:
         """The cause that explains most; `unknown` when the residual is larger than every part."""
-        best = max(self.parts, key=lambda part: part[1], default=(Cause.UNKNOWN, 0.0))
-        return best[0] if best[1] >= self.residual else Cause.UNKNOWN
+        best = max(self.parts, key=lambda part: part[1], default=(GapCause.UNKNOWN, 0.0))
+        return best[0] if best[1] >= self.residual else GapCause.UNKNOWN
 
     @property
     def explained(self) -> float:
@@ -127,7 +127,7 @@ class TrajectoryEvidence:
     verdict: Verdict
     masked: NDArray[np.bool_]
     """[T] tokens that leave the loss (verdict mask only)."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
     attribution: Attribution | None = None
     suspects: tuple[int, ...] = ()
     """Positions that GradLoc should look at first."""
@@ -142,7 +142,7 @@ class TrajectoryEvidence:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Codes of the findings that failed, in order, once each."""
-        return tuple(dict.fromkeys(f.code for f in self.findings if f.severity is Severity.FAIL))
+        return tuple(dict.fromkeys(f.code for f in self.findings if f.severity is CheckSeverity.FAIL))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -270,10 +270,10 @@ def _trajectory(
     )
 
 
-def _finding(row: dict[str, Any]) -> Finding:
-    return Finding(
+def _finding(row: dict[str, Any]) -> CheckFinding:
+    return CheckFinding(
         check=Check(row["check"]),
-        severity=Severity(row["severity"]),
+        severity=CheckSeverity(row["severity"]),
         code=row["code"],
         detail=row["detail"],
         positions=tuple(row["positions"]),
@@ -282,5 +282,5 @@ def _finding(row: dict[str, Any]) -> Finding:
 
 def _attribution(row: dict[str, Any]) -> Attribution:
     return Attribution(
-        gap=row["gap"], parts=tuple((Cause(cause), nats) for cause, nats in row["parts"]), residual=row["residual"]
+        gap=row["gap"], parts=tuple((GapCause(cause), nats) for cause, nats in row["parts"]), residual=row["residual"]
     )

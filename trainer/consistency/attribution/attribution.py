@@ -24,7 +24,7 @@ from trainer.consistency.attribution.inquiry import ROUNDED_NATS, Answer, Attrib
 from trainer.consistency.checks.gap import TAIL_NATS, tail_is_high
 from trainer.consistency.checks.tokens import is_later
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
-from trainer.types.evidence import Attribution, Cause, Check, Severity
+from trainer.types.evidence import Attribution, Check, CheckSeverity, GapCause
 
 CLOSED_SHARE = 0.8
 """Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so
@@ -95,9 +95,11 @@ def attribute(
     inquiry = Inquiry(chosen, facts, rescorer, limits, scores)
     if inquiry.now.values.size == 0:
         return None
-    broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure)
+    broken = any(
+        f.severity is CheckSeverity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure
+    )
     if broken:
-        return Attribution(gap=inquiry.gap, parts=((Cause.TOKENIZER, inquiry.gap),), residual=0.0)
+        return Attribution(gap=inquiry.gap, parts=((GapCause.TOKENIZER, inquiry.gap),), residual=0.0)
     if inquiry.gap <= inquiry.floor and not _has_tail(inquiry):
         return None
     if not (_retokenized(inquiry) or _semantics(inquiry) or _identity(inquiry)):
@@ -123,7 +125,7 @@ def _retokenized(inquiry: Inquiry) -> bool:
         or gaps[later].mean() <= BOUNDARY_FACTOR * (gaps[~later].mean() if not later.all() else 0.0)
     ):
         return False
-    return inquiry.keep(Cause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
+    return inquiry.keep(GapCause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
 
 
 def _semantics(inquiry: Inquiry) -> bool:
@@ -136,12 +138,12 @@ def _semantics(inquiry: Inquiry) -> bool:
         candidates.append(replace(base, truncate=False))
     if any(tag.temperature != 1.0 for tag in tags):
         candidates.append(replace(base, temperature=1.0, truncate=not truncated))
-    if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
+    if inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
         return True
     undeclared = (
         () if truncated or not inquiry.raised() else tuple(replace(base, top_p=top_p) for top_p in UNDECLARED_TOP_P)
     )
-    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _identity(inquiry: Inquiry) -> bool:
@@ -149,26 +151,26 @@ def _identity(inquiry: Inquiry) -> bool:
     facts = inquiry.facts
     if facts.digest_differs or not facts.canary_gap <= facts.canary_tolerance:
         return inquiry.explain(
-            Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
+            GapCause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
         )
     newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
     candidates = [
         replace(inquiry.now.options, version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0
     ]
-    return inquiry.keep(Cause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(GapCause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _routing(inquiry: Inquiry) -> None:
     if not inquiry.now.options.replay_routing and any(
         t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories
     ):
-        inquiry.keep(Cause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
+        inquiry.keep(GapCause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
 
 
 def _precision(inquiry: Inquiry) -> None:
     """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the
     weights."""
-    if inquiry.keep(Cause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
+    if inquiry.keep(GapCause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
         return
     options, tag = inquiry.now.options, inquiry.trajectories[0].tag
     declared = _DTYPES.get(tag.weights_dtype)
@@ -179,7 +181,7 @@ def _precision(inquiry: Inquiry) -> None:
     candidates.pop(options, None)
     best = inquiry.best(candidates, CLOSED_SHARE)
     if best is not None:
-        inquiry.keep(Cause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
+        inquiry.keep(GapCause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
 
 
 def _rounded(inquiry: Inquiry, answer: Answer) -> Answer | None:
@@ -207,7 +209,7 @@ def _stale_kv(inquiry: Inquiry) -> None:
         asked = [_kept_from(trajectory, begin) for trajectory, begin in zip(inquiry.trajectories, begins, strict=True)]
         kept = inquiry.ask(replace(now.options, keep_kv=True), asked)
         inquiry.keep(
-            Cause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE
+            GapCause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE
         )
 
 
@@ -257,5 +259,5 @@ def _tail(inquiry: Inquiry) -> None:
     """A few tokens carry the gap, and the mean over all of them is fine."""
     if inquiry.gap <= inquiry.limits.mean_abs_warn and _has_tail(inquiry):
         inquiry.explain(
-            Cause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean())
+            GapCause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean())
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.consistency import GapLimits
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 NOISE_FLOOR_NATS = 1e-6
 """A baseline below this counts as this: float32 sums in another order differ as much, and three times nothing is no
@@ -191,7 +191,7 @@ def tail_is_high(f2: float, limits: GapLimits, baseline: GapBaseline | None) -> 
     return f2 > max(TAIL_SHARE, 0.0 if baseline is None else limits.baseline_multiple * baseline.f2)
 
 
-def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> tuple[Finding, ...]:
+def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> tuple[CheckFinding, ...]:
     """The gap against its ceilings and against the run's own baseline, which do not excuse each other. Above a ceiling
     to fail it fails; all else warns.
 
@@ -199,9 +199,9 @@ def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | No
     """
     if metrics.num_tokens == 0:
         return (
-            Finding(
+            CheckFinding(
                 check=Check.EVIDENCE,
-                severity=Severity.INCOMPLETE,
+                severity=CheckSeverity.INCOMPLETE,
                 code="nothing_scored",
                 detail="got no scored token; expected at least one",
             ),
@@ -218,11 +218,11 @@ def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | No
                 f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x "
                 "the gap at step 0"
             )
-            found.append(_finding(Severity.WARN, "gap_above_baseline", detail))
+            found.append(_finding(CheckSeverity.WARN, "gap_above_baseline", detail))
     if tail_is_high(metrics.f2, limits, baseline):
         found.append(
             _finding(
-                Severity.WARN,
+                CheckSeverity.WARN,
                 "gap_tail",
                 f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]",
             )
@@ -241,7 +241,7 @@ def drift_slope(values: Sequence[float], steps: Sequence[float] | None = None) -
     return _line(values, steps)[0]
 
 
-def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[Finding, ...]:
+def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[CheckFinding, ...]:
     """Warns where a reading (mean |d| by step, oldest first) at least doubles over the window along its fitted line, by
     more than it scatters round that line.
 
@@ -256,7 +256,7 @@ def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -
         f"mean |d| grows by {slope:.3g} nats a step, from {start:.3g} to {start + rise:.3g} over {width:g} steps; "
         "expected a flat line"
     )
-    return (_finding(Severity.WARN, "gap_drift", detail),)
+    return (_finding(CheckSeverity.WARN, "gap_drift", detail),)
 
 
 def typical_chi2(values: Sequence[float]) -> float:
@@ -296,18 +296,18 @@ def _ess(d: NDArray[np.float64]) -> float:
     return float(weights.sum() ** 2 / (d.size * (weights**2).sum()))
 
 
-def _ceiling(code: str, name: str, value: float, warn: float, fail: float) -> Finding | None:
+def _ceiling(code: str, name: str, value: float, warn: float, fail: float) -> CheckFinding | None:
     """Above a ceiling; NaN is above every one."""
     if value <= min(warn, fail):
         return None
-    severity = Severity.WARN if value <= fail else Severity.FAIL
+    severity = CheckSeverity.WARN if value <= fail else CheckSeverity.FAIL
     return _finding(severity, code, f"{name} {value:.3g} nats; expected at most {warn:.3g}, and never above {fail:.3g}")
 
 
-def _sample_size(ess: float, limits: GapLimits) -> Finding | None:
+def _sample_size(ess: float, limits: GapLimits) -> CheckFinding | None:
     if ess >= max(limits.ess_warn, limits.ess_fail):
         return None
-    severity = Severity.WARN if ess >= limits.ess_fail else Severity.FAIL
+    severity = CheckSeverity.WARN if ess >= limits.ess_fail else CheckSeverity.FAIL
     detail = (
         f"effective sample size {ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and never below "
         f"{limits.ess_fail:g}"
@@ -315,8 +315,8 @@ def _sample_size(ess: float, limits: GapLimits) -> Finding | None:
     return _finding(severity, "gap_ess", detail)
 
 
-def _finding(severity: Severity, code: str, detail: str) -> Finding:
-    return Finding(check=Check.PRECISION, severity=severity, code=code, detail=detail)
+def _finding(severity: CheckSeverity, code: str, detail: str) -> CheckFinding:
+    return CheckFinding(check=Check.PRECISION, severity=severity, code=code, detail=detail)
 
 
 def _line(values: Sequence[float], steps: Sequence[float] | None) -> tuple[float, float, float, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import Trajectory
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 Ids: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 Nats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
@@ -62,7 +62,7 @@ def columns_of(trajectory: Trajectory) -> Columns:
     )
 
 
-def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
+def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None) -> tuple[CheckFinding, ...]:
     """Findings about one trajectory; none where all is well. Columns of unequal length end the check: the rest reads
     them side by side.
 
@@ -82,7 +82,7 @@ def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None
     )
 
 
-def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
+def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None = None) -> tuple[CheckFinding, ...]:
     """`check_structure` of one of Concord's own trajectories."""
     return check_structure(columns_of(trajectory), vocab_size, bos_id)
 
@@ -100,13 +100,13 @@ def prefix_extends(prev: Ids, new: Ids) -> tuple[bool, int | None]:
     return (True, None) if shared == prev.size else (False, shared)
 
 
-def check_turns(turns: Sequence[Ids]) -> tuple[Finding, ...]:
+def check_turns(turns: Sequence[Ids]) -> tuple[CheckFinding, ...]:
     """One finding for each turn that does not extend the one before exactly; its position is the first other token.
 
     Args:
         turns: all ids of the conversation after each turn, the policy's answer included.
     """
-    found: list[Finding] = []
+    found: list[CheckFinding] = []
     for turn, (prev, new) in enumerate(pairwise(turns), start=1):
         extends, position = prefix_extends(prev, new)
         if not extends and position is not None:
@@ -160,7 +160,7 @@ def classify_drift(
 
 def check_same_ids(
     expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """A finding where what one side sent is not what the other holds; its code names the drift. Arguments as in
     `classify_drift`."""
     kind = classify_drift(expected_ids, got_ids, special_ids, assistant)
@@ -172,13 +172,17 @@ def check_same_ids(
         "expected the very same ids"
     )
     return (
-        Finding(
-            check=Check.TOKENIZER, severity=Severity.FAIL, code=f"drift_{kind}", detail=detail, positions=(position,)
+        CheckFinding(
+            check=Check.TOKENIZER,
+            severity=CheckSeverity.FAIL,
+            code=f"drift_{kind}",
+            detail=detail,
+            positions=(position,),
         ),
     )
 
 
-def _check_lengths(columns: Columns) -> tuple[Finding, ...]:
+def _check_lengths(columns: Columns) -> tuple[CheckFinding, ...]:
     shapes = {"token_ids": columns.token_ids.shape, "sampled": columns.sampled.shape}
     if columns.logprobs is not None:
         shapes["logprobs"] = columns.logprobs.shape
@@ -188,8 +192,8 @@ def _check_lengths(columns: Columns) -> tuple[Finding, ...]:
     return (_fail("lengths_differ", f"got {told}; expected one entry a token in each"),)
 
 
-def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> tuple[Finding, ...]:
-    found: list[Finding] = []
+def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> tuple[CheckFinding, ...]:
+    found: list[CheckFinding] = []
     outside = _where((columns.token_ids < 0) | (columns.token_ids >= vocab_size))
     if outside:
         first = int(columns.token_ids[outside[0]])
@@ -211,7 +215,7 @@ def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> tuple[F
     return tuple(found)
 
 
-def _check_mask(columns: Columns) -> tuple[Finding, ...]:
+def _check_mask(columns: Columns) -> tuple[CheckFinding, ...]:
     if not columns.sampled.any():
         return (_fail("nothing_sampled", "got no sampled token; expected at least one"),)
     if columns.sampled[0]:
@@ -223,7 +227,7 @@ def _check_mask(columns: Columns) -> tuple[Finding, ...]:
     return ()
 
 
-def _check_spans(columns: Columns) -> tuple[Finding, ...]:
+def _check_spans(columns: Columns) -> tuple[CheckFinding, ...]:
     """The mask holds exactly what engines say that they sampled."""
     if columns.spans is None:
         return (
@@ -242,7 +246,7 @@ def _check_spans(columns: Columns) -> tuple[Finding, ...]:
             return (_fail("spans_broken", detail),)
         covered[start:end] = True
         position = end
-    found: list[Finding] = []
+    found: list[CheckFinding] = []
     if loose := _where(columns.sampled & ~covered):
         found.append(
             _fail(
@@ -262,7 +266,7 @@ def _check_spans(columns: Columns) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def _check_logprobs(columns: Columns) -> tuple[Finding, ...]:
+def _check_logprobs(columns: Columns) -> tuple[CheckFinding, ...]:
     """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told
     from that."""
     if columns.logprobs is None:
@@ -276,7 +280,7 @@ def _check_logprobs(columns: Columns) -> tuple[Finding, ...]:
         return ()
     bad = columns.sampled & ~np.isfinite(columns.logprobs)
     above = columns.sampled & ~bad & (np.where(bad, 0.0, columns.logprobs) > ROUNDING_NATS)
-    found: list[Finding] = []
+    found: list[CheckFinding] = []
     if positions := _where(bad):
         found.append(
             _fail(
@@ -341,9 +345,11 @@ def _where(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(cast(list[int], np.flatnonzero(mask).tolist()))
 
 
-def _fail(code: str, detail: str, positions: tuple[int, ...] = ()) -> Finding:
-    return Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code=code, detail=detail, positions=positions)
+def _fail(code: str, detail: str, positions: tuple[int, ...] = ()) -> CheckFinding:
+    return CheckFinding(
+        check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions
+    )
 
 
-def _missing(code: str, detail: str) -> Finding:
-    return Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code=code, detail=detail)
+def _missing(code: str, detail: str) -> CheckFinding:
+    return CheckFinding(check=Check.EVIDENCE, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail)

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 
 def check_versions(
     trajectory: Trajectory, *, known: Collection[PolicyVersion], committed: PolicyVersion
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """One finding a span that cannot be true; each fails, and names the span's tokens.
 
     A token newer than what the ledger has committed would have a negative age, which every bound on staleness lets
@@ -39,7 +39,9 @@ def check_versions(
     return tuple(found)
 
 
-def _against_ledger(span: VersionSpan, known: Collection[PolicyVersion], committed: PolicyVersion) -> Finding | None:
+def _against_ledger(
+    span: VersionSpan, known: Collection[PolicyVersion], committed: PolicyVersion
+) -> CheckFinding | None:
     policy = span.policy
     claim = f"tokens [{span.start}, {span.end}) claim {policy.key}"
     if policy not in known:
@@ -54,7 +56,7 @@ def _follows(earlier: PolicyVersion, later: PolicyVersion) -> bool:
     return later.trainer_epoch >= earlier.trainer_epoch and later.version >= earlier.version
 
 
-def _regressed(earlier: VersionSpan, later: VersionSpan) -> Finding:
+def _regressed(earlier: VersionSpan, later: VersionSpan) -> CheckFinding:
     detail = (
         f"tokens [{later.start}, {later.end}) claim {later.policy.key} after {earlier.policy.key}; expected versions "
         "that never fall within a trajectory"
@@ -62,10 +64,10 @@ def _regressed(earlier: VersionSpan, later: VersionSpan) -> Finding:
     return _finding(later, "version_regressed", detail)
 
 
-def _finding(span: VersionSpan, code: str, detail: str) -> Finding:
-    return Finding(
+def _finding(span: VersionSpan, code: str, detail: str) -> CheckFinding:
+    return CheckFinding(
         check=Check.VERSION,
-        severity=Severity.FAIL,
+        severity=CheckSeverity.FAIL,
         code=code,
         detail=detail,
         positions=tuple(range(span.start, span.end)),

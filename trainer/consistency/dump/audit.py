@@ -30,7 +30,7 @@ from trainer.consistency.dump.versions import PublishedVersions
 from trainer.consistency.metrics.mismatch import mismatch_metrics
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
 from trainer.model.model_dir import ModelFacts, check_model_dir
-from trainer.types.evidence import Attribution, Check, Finding, Severity
+from trainer.types.evidence import Attribution, Check, CheckFinding, CheckSeverity
 
 MAX_VERSIONS = 4
 """Weight versions in memory besides version 0."""
@@ -70,13 +70,13 @@ class _Scored:
     mask: NDArray[np.bool_]
     """[T] sampled and scored."""
     summary: GapSummary
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """About its gap."""
 
     @property
     def fails(self) -> bool:
         """Whether its own gap is out of bounds."""
-        return any(finding.severity is Severity.FAIL for finding in self.findings)
+        return any(finding.severity is CheckSeverity.FAIL for finding in self.findings)
 
 
 class DumpAudit:
@@ -159,9 +159,9 @@ class DumpAudit:
             )
             findings = (
                 *findings,
-                Finding(
+                CheckFinding(
                     check=Check.EVIDENCE,
-                    severity=Severity.INCOMPLETE,
+                    severity=CheckSeverity.INCOMPLETE,
                     code="tokens_not_scored",
                     detail=detail,
                     positions=missing,
@@ -169,7 +169,9 @@ class DumpAudit:
             )
         return _Scored(row=row, trajectory=trajectory, scores=scores, mask=mask, summary=summary, findings=findings)
 
-    def _attribute(self, scored: Sequence[_Scored], shifted: tuple[Finding, ...]) -> tuple[Attribution | None, int]:
+    def _attribute(
+        self, scored: Sequence[_Scored], shifted: tuple[CheckFinding, ...]
+    ) -> tuple[Attribution | None, int]:
         """Of the rows that fail by themselves, or of all where only the sum does: a fault that touches a few must not
         drown in the rest."""
         some = [s for s in scored if s.mask.any()]
@@ -185,7 +187,7 @@ class DumpAudit:
             behaviour=behaviour,
         ), len(asked)
 
-    def _one_model_for_several(self, rows: Sequence[DumpRow]) -> tuple[Finding, ...]:
+    def _one_model_for_several(self, rows: Sequence[DumpRow]) -> tuple[CheckFinding, ...]:
         """Without published weights, a dump of several versions was measured against one model: then the gap holds
         staleness too."""
         if self._published is not None:
@@ -204,15 +206,15 @@ class DumpAudit:
         )
         cure = "give the published weights with --weights"
         return (
-            Finding(
+            CheckFinding(
                 check=Check.EVIDENCE,
-                severity=Severity.INCOMPLETE,
+                severity=CheckSeverity.INCOMPLETE,
                 code="one_model_for_several_versions",
                 detail=f"{detail}; {cure}",
             ),
         )
 
-    def _placed(self, scored: _Scored, finding: Finding) -> RowFinding:
+    def _placed(self, scored: _Scored, finding: CheckFinding) -> RowFinding:
         return RowFinding(
             row=scored.row.number,
             place=scored.row.place,

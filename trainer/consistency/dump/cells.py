@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from trainer.consistency.dump.columns import ColumnKey, DumpSettings
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 _Value = TypeVar("_Value")
 EvidenceKey = Literal["logprobs", "version", "routing"]
@@ -23,7 +23,7 @@ class RowFinding:
     place: str
     """File and line, or file and row."""
     column: str
-    finding: Finding
+    finding: CheckFinding
 
 
 class Cells:
@@ -38,7 +38,7 @@ class Cells:
     @property
     def failed(self) -> bool:
         """Whether something was unfit."""
-        return any(each.finding.severity is Severity.FAIL for each in self.findings)
+        return any(each.finding.severity is CheckSeverity.FAIL for each in self.findings)
 
     def column(self, key: ColumnKey) -> str:
         """The column that `key` is read from."""
@@ -75,18 +75,21 @@ class Cells:
     def fail(self, key: ColumnKey, code: str, detail: str, positions: tuple[int, ...] = ()) -> None:
         """Note that the row cannot be used as it is."""
         self.note(
-            key, Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code=code, detail=detail, positions=positions)
+            key,
+            CheckFinding(
+                check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions
+            ),
         )
 
     def incomplete(self, key: EvidenceKey, code: str, detail: str) -> None:
         """Note that something cannot be checked."""
-        self.note(key, Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code=code, detail=detail))
+        self.note(key, CheckFinding(check=Check.EVIDENCE, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail))
 
     def absent(self, key: EvidenceKey, consequence: str = "") -> None:
         """Note that evidence is not there, and what follows."""
         self.incomplete(key, f"{key}_missing", self._absence(key) + consequence)
 
-    def note(self, key: ColumnKey, finding: Finding) -> None:
+    def note(self, key: ColumnKey, finding: CheckFinding) -> None:
         """Note a finding of a check."""
         self.findings.append(RowFinding(row=self.number, place=self.place, column=self.column(key), finding=finding))
 

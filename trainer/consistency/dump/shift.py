@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 CLOSED_SHARE = 0.8
 """Of the gap, as for every cause that is true of all tokens or of none."""
@@ -21,7 +21,7 @@ _PLACES = {
 
 def check_shift(
     scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """A finding where the log, moved by one place, agrees with the scores by at least 80 % of the gap.
 
     Args:
@@ -33,7 +33,11 @@ def check_shift(
         straight, moved = _gaps(scores, logged, masks, offset)
         if straight > 0.0 and moved <= (1.0 - CLOSED_SHARE) * straight:
             detail = f"mean |d| {straight:.3g} nats as logged and {moved:.3g} moved by one place; the log stands {told}"
-            return (Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code="logprobs_shifted", detail=detail),)
+            return (
+                CheckFinding(
+                    check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code="logprobs_shifted", detail=detail
+                ),
+            )
     return ()
 
 

@@ -25,7 +25,7 @@ from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
-from trainer.consistency.scoring.number_formats import conversion
+from trainer.consistency.scoring.weight_formats import conversion
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.routing import RoutingListener
 from trainer.consistency.scoring.rows import (

@@ -40,9 +40,9 @@ from trainer.model.model_dir import ModelFacts, check_model_dir
 from trainer.types.evidence import (
     Attribution,
     Check,
-    Finding,
+    CheckFinding,
+    CheckSeverity,
     GroupEvidence,
-    Severity,
     TrajectoryEvidence,
     decode_evidence,
     encode_evidence,
@@ -78,7 +78,7 @@ class _Scored:
     """One trajectory with its scores."""
 
     trajectory: Trajectory
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     scores: NDArray[np.float32]
     """[T] nats, NaN where it could not be scored."""
     routing: RoutingAgreement | None = None
@@ -98,7 +98,7 @@ class PromptReader:
     through_text: ThroughText | None = None
     """[P] ids to text, without special tokens, and back."""
 
-    def check(self, expected: NDArray[np.int32], trajectory: Trajectory) -> tuple[Finding, ...]:
+    def check(self, expected: NDArray[np.int32], trajectory: Trajectory) -> tuple[CheckFinding, ...]:
         """Whether the policy was shown the very ids that its prompt has."""
         given = trajectory.token_ids[: trajectory.version_spans[0].start]
         return check_same_ids(expected, given, self.special_ids, np.zeros(expected.size, dtype=np.bool_))
@@ -204,7 +204,7 @@ class Auditor:
 
     def _check(
         self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[CheckFinding, ...]:
         newest = max(committed, default=trajectory.version_spans[0].policy)
         return (
             *check_trajectory(trajectory, self._run.model.vocab_size, self._run.bos_id),
@@ -230,7 +230,9 @@ class Auditor:
             *check_gap(summary, limits, facts.baseline),
         ]
         attribution = None
-        broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in findings)
+        broken = any(
+            f.severity is CheckSeverity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in findings
+        )
         if summary.num_tokens and (
             broken
             or summary.mean_abs > gap_floor(limits, facts.baseline)
@@ -281,7 +283,9 @@ class Auditor:
         worst = [
             each
             for each in scored
-            if any(f.severity is Severity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None)))
+            if any(
+                f.severity is CheckSeverity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None))
+            )
         ]
         asked = worst or list(scored)
         known = AttributionFacts(
@@ -326,7 +330,7 @@ class Auditor:
         decision: Decision = decide(
             scored.findings, gap_findings, self._config.on_fail, _token_gaps(scored), token_bound=limits.mean_abs_fail
         )
-        blamed = any(finding.severity is Severity.FAIL for finding in decision.findings)
+        blamed = any(finding.severity is CheckSeverity.FAIL for finding in decision.findings)
         return TrajectoryEvidence(
             trajectory_id=trajectory.trajectory_id,
             scored=scored.mask,
@@ -416,7 +420,7 @@ def _token_gaps(scored: _Scored) -> NDArray[np.float32]:
     return gaps
 
 
-def _without_long_positions(finding: Finding) -> Finding:
+def _without_long_positions(finding: CheckFinding) -> CheckFinding:
     """Evidence names the first positions only: a finding about a whole trajectory need not list it."""
     return (
         replace(finding, positions=finding.positions[:_MAX_POSITIONS])

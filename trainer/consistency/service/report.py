@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.gap import GapBaseline
-from trainer.types.evidence import Attribution, Finding
+from trainer.types.evidence import Attribution, CheckFinding
 from trainer.types.histograms import NO_LOG_RATIOS, BucketCounts
 from trainer.types.step import Verdict
 
@@ -91,7 +91,7 @@ class ReplicaGap:
     """Effective sample size of the raw ratios, as a fraction."""
     outside_factor_two: float
     """Share of tokens whose ratio or its inverse is above 2: F(2)."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """Of all its trajectories, without repeats of one code."""
     attribution: Attribution | None
     """None while the gap is within limits."""

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from rollout.types.trajectory import Trajectory
 from trainer.consistency.checks.routing import RoutingAgreement, merge_agreements
 from trainer.consistency.service.report import RoutingFacts
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 
-def check_routing(trajectory: Trajectory, agreement: RoutingAgreement | None, *, expected: bool) -> tuple[Finding, ...]:
+def check_routing(
+    trajectory: Trajectory, agreement: RoutingAgreement | None, *, expected: bool
+) -> tuple[CheckFinding, ...]:
     """Whether the evidence of one trajectory of a mixture of experts is whole. How far the experts agree is no finding
     of its own: the gap in nats is.
 
@@ -83,5 +85,5 @@ def _nothing_compared() -> RoutingFacts:
     )
 
 
-def _incomplete(code: str, detail: str) -> Finding:
-    return Finding(check=Check.ROUTING, severity=Severity.INCOMPLETE, code=code, detail=detail)
+def _incomplete(code: str, detail: str) -> CheckFinding:
+    return CheckFinding(check=Check.ROUTING, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail)

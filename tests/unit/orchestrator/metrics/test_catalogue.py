@@ -14,7 +14,7 @@ from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
 from orchestrator.metrics.types import Extent, MetricType
 from orchestrator.run_dir.record import record_of_rows
 from trainer.consistency.checks.structure import DriftKind
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES
 
 ID_LIKE = {"id", "trajectory", "dispatch", "prompt", "step", "epoch", "digest", "token", "version"}
@@ -67,7 +67,7 @@ def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[st
 
 
 def test_causes_and_drifts_are_those_of_the_service():
-    assert (tuple(Cause), tuple(DriftKind)) == (CAUSES, DRIFTS)
+    assert (tuple(GapCause), tuple(DriftKind)) == (CAUSES, DRIFTS)
 
 
 def codes_of_findings() -> set[str]:
@@ -75,7 +75,9 @@ def codes_of_findings() -> set[str]:
     paths = [path for path in (ROOT / "trainer" / "consistency").rglob("*.py") if path.parent.name != "dump"]
     calls = [node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     made = [
-        call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "Finding")
+        call
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "CheckFinding")
     ]
     given = [
         value

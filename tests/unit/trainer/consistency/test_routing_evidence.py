@@ -16,7 +16,7 @@ from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.routing import RoutingAgreement, routing_agreement
 from trainer.consistency.service.report import AuditContext, AuditReport, ReplicaFacts, ReplicaGap
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
-from trainer.types.evidence import Severity, decode_evidence
+from trainer.types.evidence import CheckSeverity, decode_evidence
 from trainer.types.step import Verdict
 
 
@@ -88,7 +88,7 @@ def test_without_an_engine_that_is_asked_or_experts_to_ask_for_nothing_is_missin
 def test_holes_in_the_routing_are_an_open_question_and_say_how_many():
     item = build_trajectory(routing=(2, 2))
     (finding,) = check_routing(item, agreement(missing=3), expected=True)
-    assert (finding.code, finding.severity) == ("routing_incomplete", Severity.INCOMPLETE)
+    assert (finding.code, finding.severity) == ("routing_incomplete", CheckSeverity.INCOMPLETE)
     assert "5 of the 8 inputs" in finding.detail
     assert not check_routing(item, None, expected=True), "nothing of it was scored: that is told elsewhere"
 
