@@ -13,9 +13,10 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+
+from pydantic import ConfigDict, TypeAdapter
 
 from actors.ports import AuditorPort, Fleet
 from orchestrator.deadlines import within
@@ -68,14 +69,17 @@ class ConsistencySums:
     gaps: dict[int, ReplicaGap] = field(default_factory=dict[int, ReplicaGap])
 
 
+_BASELINES = TypeAdapter(list[GapBaseline], config=ConfigDict(extra="forbid"))
+
+
 class Baselines:
     """Each replica's own gap when the run began, in `baseline.json`; a resume goes on with it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with boundary(UserError, f"cannot read {path} (move it away: the replicas' gaps are measured anew)"):
-            stored = cast("list[dict[str, str | int | float]]", json.loads(path.read_text()) if path.exists() else [])
-            self._baselines = {baseline.replica: baseline for baseline in map(GapBaseline.from_json, stored)}
+            stored = _BASELINES.validate_json(path.read_bytes()) if path.exists() else []
+            self._baselines = {baseline.replica: baseline for baseline in stored}
 
     def get(self, replica: int) -> GapBaseline | None:
         """None before it was measured."""
@@ -84,7 +88,7 @@ class Baselines:
     def set(self, baseline: GapBaseline) -> None:
         """Keep the first measurement of a replica."""
         self._baselines[baseline.replica] = baseline
-        write_atomic(self._path, json.dumps([each.to_json() for each in self._baselines.values()], indent=2) + "\n")
+        write_atomic(self._path, json.dumps([asdict(each) for each in self._baselines.values()], indent=2) + "\n")
 
 
 class Consistency:

@@ -86,7 +86,7 @@ class CheckFinding:
     check: Check
     severity: CheckSeverity
     code: str
-    """Short and stable, such as `prefix_broken`; a label, never an id."""
+    """Short and stable, such as `doubled_bos`; a label, never an id."""
     detail: str
     """Got, expected, in words."""
     positions: tuple[int, ...] = ()

@@ -21,7 +21,8 @@ from rollout.published.number_formats import rounded_to_bf16
 from rollout.types.trajectory import Trajectory, VersionSpan
 from trainer.config.consistency import GapLimits
 from trainer.consistency.attribution.inquiry import ROUNDED_NATS, Answer, AttributionFacts, Inquiry
-from trainer.consistency.checks.gap import TAIL_NATS, tail_is_high
+from trainer.consistency.checks.gap import tail_is_high
+from trainer.consistency.checks.mismatch import TAIL_NATS
 from trainer.consistency.checks.tokens import is_later
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
 from trainer.types.evidence import Attribution, Check, CheckSeverity, GapCause

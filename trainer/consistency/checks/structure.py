@@ -1,15 +1,13 @@
 """Whether the columns of a trajectory fit together, and in which way two readings of one text differ. Numpy only.
 
-Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, prefixes, drift. They
-read raw columns, so that logs of other frameworks can be checked too. It must never know an engine, weights or a
-tokenizer, and it repairs nothing: other tokens cannot be weighted away, so a broken prefix begins a new sample, and no
-text is tokenized again.
+Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, drift. They read raw
+columns, so that logs of other frameworks can be checked too. It must never know an engine, weights or a tokenizer, and
+it repairs nothing: other tokens cannot be weighted away, and no text is tokenized again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -91,38 +89,6 @@ def doubled_bos(token_ids: Ids, bos_id: int | None) -> bool:
     """Whether the text begins twice: a template wrote the begin token and the tokenizer put another in front.
     token_ids: [T]. Source: vector V18."""
     return bos_id is not None and token_ids.size > 1 and bool((token_ids[:2] == bos_id).all())
-
-
-def prefix_extends(prev: Ids, new: Ids) -> tuple[bool, int | None]:
-    """Whether `new` [U] begins with all of `prev` [T], else the first position where it does not. Source: vector
-    V18."""
-    shared = _shared(prev, new)
-    return (True, None) if shared == prev.size else (False, shared)
-
-
-def check_turns(turns: Sequence[Ids]) -> tuple[CheckFinding, ...]:
-    """One finding for each turn that does not extend the one before exactly; its position is the first other token.
-
-    Args:
-        turns: all ids of the conversation after each turn, the policy's answer included.
-    """
-    found: list[CheckFinding] = []
-    for turn, (prev, new) in enumerate(pairwise(turns), start=1):
-        extends, position = prefix_extends(prev, new)
-        if not extends and position is not None:
-            detail = (
-                f"turn {turn} (from 0) differs from the {prev.size} tokens before it at {position}; expected to begin "
-                "with exactly these"
-            )
-            found.append(_fail("prefix_broken", detail, (position,)))
-    return tuple(found)
-
-
-def samples_of_turns(turns: Sequence[Ids]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of the turns of each sample: a turn that does not extend the one before begins a new sample. turns:
-    as in `check_turns`."""
-    breaks = [i for i in range(1, len(turns)) if not prefix_extends(turns[i - 1], turns[i])[0]]
-    return tuple(zip([0, *breaks], [*breaks, len(turns)], strict=True)) if turns else ()
 
 
 def classify_drift(

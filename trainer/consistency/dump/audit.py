@@ -20,6 +20,7 @@ from trainer.config.consistency import GapLimits
 from trainer.consistency.attribution.attribution import attribute
 from trainer.consistency.attribution.inquiry import AttributionFacts
 from trainer.consistency.checks.gap import GapSummary, check_gap, default_limits, gap_floor, gap_summary
+from trainer.consistency.checks.mismatch import mismatch_metrics
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import SAMPLING_KEYS, DumpSettings
@@ -27,7 +28,6 @@ from trainer.consistency.dump.reader import DumpReader, DumpRow, ModelShape, wit
 from trainer.consistency.dump.report import AuditCounts, DumpReport
 from trainer.consistency.dump.shift import check_shift
 from trainer.consistency.dump.versions import PublishedVersions
-from trainer.consistency.metrics.mismatch import mismatch_metrics
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
 from trainer.model.model_dir import ModelFacts, check_model_dir
 from trainer.types.evidence import Attribution, Check, CheckFinding, CheckSeverity

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainer.config.consistency import GapLimits
+from trainer.consistency.checks.mismatch import MismatchMetrics
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import SamplingKey
-from trainer.consistency.metrics.mismatch import MismatchMetrics
 from trainer.types.evidence import Attribution, CheckFinding, CheckSeverity
 
 

@@ -25,7 +25,6 @@ from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
-from trainer.consistency.scoring.weight_formats import conversion
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.routing import RoutingListener
 from trainer.consistency.scoring.rows import (
@@ -40,6 +39,7 @@ from trainer.consistency.scoring.rows import (
     prefix_rows,
 )
 from trainer.consistency.scoring.truncation import truncated_logprobs
+from trainer.consistency.scoring.weight_formats import conversion
 from trainer.model.logprobs import chunked_logprobs
 from trainer.model.policy_model import PolicyModel
 from trainer.model.routing_replay import RoutingReplay
@@ -294,10 +294,9 @@ class Scorer:
         routing = batch_routing(batch, self._replay.num_experts, self._replay.cell)
         if routing is None:
             return nullcontext()
-        experts, covered = routing
-        return self._replay.hooks.using(self._tensor(experts), self._tensor(covered))
+        return self._replay.hooks.using(self._tensor(routing[0]), self._tensor(routing[1]))
 
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+    def _tensor(self, array: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(self._device)  # pyright: ignore[reportUnknownMemberType]
 
 

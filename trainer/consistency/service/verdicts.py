@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.consistency.checks.gap import TAIL_NATS
+from trainer.consistency.checks.mismatch import TAIL_NATS
 from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 from trainer.types.step import Verdict
 

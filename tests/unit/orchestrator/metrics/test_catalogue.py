@@ -92,7 +92,7 @@ def test_every_code_of_a_finding_that_fails_is_a_declared_reason():
     """One that is not declared would be counted as `other` only."""
     warnings_and_gaps_in_evidence = {"gap_drift", "nothing_scored", "tokens_not_scored"}
     codes = codes_of_findings()
-    assert {"prefix_broken", "gap_tail", "unknown_version"} <= codes
+    assert {"doubled_bos", "gap_tail", "unknown_version"} <= codes
     assert codes - set(REASONS) == warnings_and_gaps_in_evidence
 
 

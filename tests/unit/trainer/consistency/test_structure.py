@@ -15,12 +15,9 @@ from trainer.consistency.checks.structure import (
     check_same_ids,
     check_structure,
     check_trajectory,
-    check_turns,
     classify_drift,
     columns_of,
     doubled_bos,
-    prefix_extends,
-    samples_of_turns,
 )
 from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
@@ -151,29 +148,6 @@ def test_a_doubled_begin_token_is_a_fault_unless_the_policy_sampled_it() -> None
     assert codes(check_structure(columns(token_ids=ids(4, 4, 6, 7, 8)), VOCAB, bos_id=4)) == ["doubled_bos"]
     sampled = columns(token_ids=ids(4, 4, 6, 7, 8), sampled=mask("-xxxx"), spans=((1, 5),))
     assert check_structure(sampled, VOCAB, bos_id=4) == ()
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_prefixes_are_those_of_vector_v18(golden: dict[str, Any]) -> None:
-    assert len(golden["V18_prefix"]) == 5
-    for case in golden["V18_prefix"]:
-        assert prefix_extends(ids(*case["prev"]), ids(*case["new"])) == (bool(case["extends"]), case["first_mismatch"])
-
-
-def test_a_turn_that_was_tokenized_again_breaks_the_prefix_and_begins_a_new_sample() -> None:
-    """Sampled `10 11` came back as `12`, its canonical token."""
-    turns = [ids(4, 5, 10, 11), ids(4, 5, 12, 6), ids(4, 5, 12, 6, 7)]
-    finding = only(check_turns(turns))
-    assert (finding.code, finding.severity, finding.positions) == ("prefix_broken", CheckSeverity.FAIL, (2,))
-    assert samples_of_turns(turns) == ((0, 1), (1, 3))
-
-
-def test_turns_that_extend_each_other_are_one_sample() -> None:
-    turns = [ids(4), ids(4, 5), ids(4, 5, 6)]
-    assert check_turns(turns) == () and samples_of_turns(turns) == ((0, 3),)
-    assert check_turns([]) == () and samples_of_turns([]) == ()
 
 
 # --- drift ------------------------------------------------------------------------------------------------------------

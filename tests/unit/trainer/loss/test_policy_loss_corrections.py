@@ -29,7 +29,13 @@ WIDE = GrpoConfig(clip_low=0.9, clip_high=100.0)
 """A clip that never binds, so that a gradient is the ratio itself."""
 
 
-def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NOW) -> tuple[Tensor, dict[str, float]]:
+def run(
+    correction: CorrectionConfig,
+    source: OldLogprobSource,
+    now: Tensor = NOW,
+    behaviour: Tensor = BEHAVIOUR,
+    rollout: Tensor = ROLLOUT,
+) -> tuple[Tensor, dict[str, float]]:
     """Gradient of the loss by each token's log-prob, for advantages of 1 and weights of 1; and the sums."""
     logprobs = now.clone().requires_grad_()
 
@@ -41,8 +47,8 @@ def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NO
         token_ids=torch.zeros((2, 3), dtype=torch.int64),
         positions=empty,
         targets=empty,
-        old_logprobs=BEHAVIOUR if source is OldLogprobSource.RECOMPUTED else ROLLOUT,
-        rollout_logprobs=ROLLOUT,
+        old_logprobs=behaviour if source is OldLogprobSource.RECOMPUTED else rollout,
+        rollout_logprobs=rollout,
         advantages=ones,
         weights=ones,
         rows=torch.tensor([0, 0, 1, 1]),
@@ -98,6 +104,19 @@ def test_the_report_splits_the_difference():
     assert sums["engine_difference"] == pytest.approx(float((BEHAVIOUR - ROLLOUT).abs().sum()))
     assert sums["logprob_difference"] == pytest.approx(float((NOW - BEHAVIOUR).abs().sum()))
     assert sums["rollout_difference"] == pytest.approx(float((NOW - ROLLOUT).abs().sum()))
+
+
+def test_the_split_is_that_of_vector_v19(golden: dict[str, Any]):
+    """Of the sizes; the buckets of each part hold them with their signs."""
+    vector = golden["V19_decomp"]
+    now, behaviour, rollout = (
+        torch.full_like(NOW, vector[key]) for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout")
+    )
+    _, sums = run(NoCorrection(), OldLogprobSource.RECOMPUTED, now, behaviour, rollout)
+    for part, name in (("stale", "logprob"), ("engine", "engine"), ("total", "rollout")):
+        wanted = vector[{"stale": "staleness_log", "engine": "engine_log", "total": "total_log"}[part]]
+        assert sums[f"{name}_difference"] / 4 == pytest.approx(abs(wanted), rel=1e-9)
+        assert sums[f"log_ratio_{part}_sum"] / 4 == pytest.approx(wanted, rel=1e-9)
 
 
 def test_a_policy_that_is_not_finite_makes_the_loss_not_finite_and_raises_nothing():
