@@ -316,7 +316,7 @@ class Consistency:
                 "replica": gap.replica,
                 "policy": gap.newest.key,
                 "coverage": now.coverage,
-                "hollow_cells": now.hollow_cells,
+                "hollow_cells": int(now.hollow_cells.sum()),
                 "codes": codes,
             }
             await self._book.store.record_event("routing_incomplete", {**fields})

@@ -92,6 +92,23 @@ class CheckFinding:
     positions: tuple[int, ...] = ()
     """Tokens that it is about; empty: the whole trajectory."""
 
+    @classmethod
+    def open_question(
+        cls, code: str, detail: str, positions: tuple[int, ...] = (), check: Check = Check.EVIDENCE
+    ) -> "CheckFinding":
+        """Something could not be checked."""
+        return cls(check=check, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail, positions=positions)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trajectory must not be trained on as it is."""
+        return self.severity is CheckSeverity.FAIL
+
+    @property
+    def breaks_tokens(self) -> bool:
+        """Whether it failed by other tokens or a broken structure, which no weight repairs."""
+        return self.failed and self.check in (Check.STRUCTURE, Check.TOKENIZER)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
@@ -142,7 +159,7 @@ class TrajectoryEvidence:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Codes of the findings that failed, in order, once each."""
-        return tuple(dict.fromkeys(f.code for f in self.findings if f.severity is CheckSeverity.FAIL))
+        return tuple(dict.fromkeys(f.code for f in self.findings if f.failed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from trainer.consistency.checks.gap import tail_is_high
 from trainer.consistency.checks.mismatch import TAIL_NATS
 from trainer.consistency.checks.tokens import is_later
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
-from trainer.types.evidence import Attribution, Check, CheckSeverity, GapCause
+from trainer.types.evidence import Attribution, GapCause
 
 CLOSED_SHARE = 0.8
 """Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so
@@ -96,10 +96,7 @@ def attribute(
     inquiry = Inquiry(chosen, facts, rescorer, limits, scores)
     if inquiry.now.values.size == 0:
         return None
-    broken = any(
-        f.severity is CheckSeverity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure
-    )
-    if broken:
+    if any(finding.breaks_tokens for finding in facts.structure):
         return Attribution(gap=inquiry.gap, parts=((GapCause.TOKENIZER, inquiry.gap),), residual=0.0)
     if inquiry.gap <= inquiry.floor and not _has_tail(inquiry):
         return None

@@ -58,12 +58,12 @@ class RoutingAgreement:
     @property
     def mismatch(self) -> float:
         """Fraction of cells whose sets differ."""
-        return float(self.block_mismatch.mean())
+        return int(self.differing_cells.sum()) / (self._num_cells or math.nan)
 
     @property
     def jaccard(self) -> float:
         """Mean over the cells of |intersection| / |union|."""
-        return float(self.jaccard_sums.mean()) / (self.num_rows or math.nan)
+        return float(self.jaccard_sums.sum()) / (self._num_cells or math.nan)
 
     @property
     def token_any_mismatch(self) -> float:
@@ -73,9 +73,25 @@ class RoutingAgreement:
     @property
     def gate_gap_mismatch(self) -> float | None:
         """The mismatch with each flip weighed by how certain the trainer's choice is: what near ties do not explain."""
-        if self.gate_gap_sum is None or not self.num_rows:
-            return None
-        return self.gate_gap_sum / (self.num_rows * self.hollow_cells.size)
+        return None if self.gate_gap_sum is None else self.gate_gap_sum / (self._num_cells or math.nan)
+
+    @property
+    def _num_cells(self) -> int:
+        """Compared."""
+        return self.num_rows * self.hollow_cells.size
+
+
+NOTHING_COMPARED = RoutingAgreement(
+    num_rows=0,
+    num_predicting=0,
+    num_predicting_compared=0,
+    hollow_cells=np.zeros(0, dtype=np.int64),
+    differing_cells=np.zeros(0, dtype=np.int64),
+    jaccard_sums=np.zeros(0),
+    differing_rows=0,
+    gate_gap_sum=None,
+)
+"""No row, of a model that is not known."""
 
 
 def routing_agreement(

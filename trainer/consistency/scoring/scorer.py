@@ -108,6 +108,7 @@ class Scorer:
         self._listener: RoutingListener | None = None
         self._listens = False
         self._unknown: dict[str, str] = {}
+        self._scored_tokens = 0
 
     @property
     def model(self) -> PolicyModel:
@@ -123,6 +124,11 @@ class Scorer:
     def held_bytes(self) -> int:
         """Memory of all held weights."""
         return self._versions.held_bytes
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that it was asked for so far."""
+        return self._scored_tokens
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -141,6 +147,7 @@ class Scorer:
             ConcordError: a covered row of a routing trace cannot be.
         """
         self._unknown = {}
+        self._scored_tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
         if options.replay_routing:
             self._prepare_replay()
         scores: _Scores = [np.where(t.sampled, np.float32(np.nan), np.float32(0.0)) for t in trajectories]
@@ -176,17 +183,6 @@ class Scorer:
             self._listens = False
             agreements = None if self._listener is None else self._listener.take(len(trajectories))
         return scores, agreements or [None] * len(trajectories)
-
-    def canary_score(self, token_ids: NDArray[np.int32], policy: PolicyVersion) -> NDArray[np.float32]:
-        """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be
-        had (`unknown` says why)."""
-        self._unknown = {}
-        if not self._activate(policy):
-            return np.full(token_ids.size - 1, np.nan, dtype=np.float32)
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        with torch.inference_mode():
-            logprobs, _ = self._model(ids[None, :-1], torch.arange(ids.numel() - 1, device=self._device), ids[1:], 1.0)
-        return logprobs.cpu().numpy()
 
     def _plan(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Plan:
         plan = _Plan(rows={}, continued=[])
@@ -264,6 +260,12 @@ class Scorer:
         if sampler.truncates:
             return truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
         return chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)[0]
+
+    @property
+    def routing_cell(self) -> tuple[int, int] | None:
+        """(blocks with experts, experts a token) of the model; None for a dense one."""
+        counts, blocks = self._counts(), len(find_routers(self._model.causal_lm))
+        return None if counts is None or blocks == 0 else (blocks, counts[1])
 
     def _counts(self) -> tuple[int, int] | None:
         """(experts a block, experts a token); None for a dense model."""

@@ -18,7 +18,6 @@ from trainer.types.step import Verdict
 OnFail = Literal["observe", "mask", "reject", "quarantine"]
 MAX_SUSPECTS = 8
 """Suspects of one trajectory."""
-_OTHER_TOKENS = (Check.STRUCTURE, Check.TOKENIZER)
 _VERDICTS = {
     "observe": Verdict.ACCEPT,
     "mask": Verdict.MASK,
@@ -73,11 +72,10 @@ def decide(
             f"got gaps {gaps.shape}, bounds {token_bound} and {suspect_bound}; expected [T] and positive nats"
         )
     kept = (*findings, *gap_findings, *_unscored(gaps, (*findings, *gap_findings)))
-    failed = [finding for finding in kept if finding.severity is CheckSeverity.FAIL]
     verdict = Verdict.ACCEPT
-    if any(finding.check in _OTHER_TOKENS for finding in failed):
+    if any(finding.breaks_tokens for finding in kept):
         verdict = Verdict.REJECT
-    elif failed:
+    elif any(finding.failed for finding in kept):
         verdict = _VERDICTS[on_fail]
     masked = np.zeros(gaps.shape, dtype=np.bool_)
     if verdict is Verdict.MASK:
@@ -93,16 +91,7 @@ def _unscored(gaps: NDArray[np.floating], findings: Sequence[CheckFinding]) -> t
     ):
         return ()
     detail = f"{positions.size} sampled tokens have no score at their version; expected one each"
-    positions_of = tuple(int(position) for position in positions)
-    return (
-        CheckFinding(
-            check=Check.EVIDENCE,
-            severity=CheckSeverity.INCOMPLETE,
-            code="tokens_not_scored",
-            detail=detail,
-            positions=positions_of,
-        ),
-    )
+    return (CheckFinding.open_question("tokens_not_scored", detail, tuple(positions.tolist())),)
 
 
 def _masked(
@@ -113,9 +102,9 @@ def _masked(
 ) -> NDArray[np.bool_]:
     masked = np.zeros(gaps.shape, dtype=np.bool_)
     for finding in findings:
-        if finding.severity is CheckSeverity.FAIL:
+        if finding.failed:
             masked[list(finding.positions) if finding.positions else slice(None)] = True
-    if any(finding.severity is CheckSeverity.FAIL for finding in gap_findings):
+    if any(finding.failed for finding in gap_findings):
         masked |= ~(np.abs(gaps) <= token_bound)
     return masked
 

@@ -172,7 +172,7 @@ def test_traces_lie_at_the_inputs_of_their_rows():
 def test_hollow_routing_is_not_covered():
     trace = RoutingTrace(experts=choices(3, seed=7), covered=np.ones(3, dtype=np.bool_))
     trace.experts[1, 2] = 4
-    experts, covered = flat_routing([("a", trace), ("", None)], width=4, num_experts=EXPERTS, cell=(3, 2))
+    _, covered = flat_routing([("a", trace), ("", None)], width=4, num_experts=EXPERTS, cell=(3, 2))
     assert covered.nonzero()[0].tolist() == [0, 2]
 
 

@@ -13,7 +13,7 @@ from rollout.types.weights import PolicyVersion
 from trainer.batching.quarantine import quarantined
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.gap import GapBaseline
-from trainer.consistency.service.auditor import PromptReader
+from trainer.consistency.service.prompts import PromptReader
 from trainer.consistency.service.report import AuditContext, AuditReport, ReplicaFacts
 from trainer.types.evidence import AuditedGroup, GapCause, GroupEvidence, decode_evidence
 from trainer.types.gradloc import Acted
