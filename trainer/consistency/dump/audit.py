@@ -21,7 +21,7 @@ from trainer.consistency.checks.gap import check_gap, default_limits
 from trainer.consistency.checks.mismatch import mismatch_metrics
 from trainer.consistency.checks.routing import merge_agreements
 from trainer.consistency.dump.cells import RowFinding
-from trainer.consistency.dump.columns import SAMPLING_KEYS, DumpSettings
+from trainer.consistency.dump.columns import SAMPLING, DumpSettings
 from trainer.consistency.dump.reader import DumpReader, DumpRow, ModelShape, without_versions
 from trainer.consistency.dump.report import AuditCounts, DumpReport
 from trainer.consistency.dump.shift import check_shift
@@ -200,7 +200,7 @@ def _counts(rows: Sequence[DumpRow], scored: Sequence[Scored]) -> AuditCounts:
         rows_scored=len(scored),
         rows_with_versions=sum(row.has_versions for row in rows),
         rows_with_routing=sum(row.trajectory is not None and row.trajectory.routing is not None for row in rows),
-        rows_assumed={key: sum(key in row.assumed for row in rows) for key in SAMPLING_KEYS},
+        rows_assumed={key: sum(key in row.assumed for row in rows) for key in SAMPLING},
         tokens=sum(row.num_tokens for row in rows),
         sampled_tokens=sum(row.num_sampled for row in rows),
         scored_tokens=sum(int(s.mask.sum()) for s in scored),

@@ -3,7 +3,6 @@
 It owns layouts, column names, and what is said about all rows at once; it must never know a file, a row or a model.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from rollout.config import Section
 from rollout.errors import UserError
+from trainer.consistency.dump.values import TEMPERATURE, TOP_K, TOP_P, CellType
 
 ColumnKey = Literal[
     "id",
@@ -28,9 +28,14 @@ ColumnKey = Literal[
     "top_k",
 ]
 SamplingKey = Literal["temperature", "top_p", "top_k"]
-SAMPLING_KEYS: tuple[SamplingKey, ...] = ("temperature", "top_p", "top_k")
+SAMPLING: Mapping[SamplingKey, CellType[float]] = MappingProxyType(
+    {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
+)
 NOT_TRUNCATED: Mapping[SamplingKey, float] = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 """What is assumed, and reported as assumed, where neither a row nor the command line says."""
+EvidenceKey = Literal["logprobs", "version", "routing"]
+EVIDENCE: tuple[EvidenceKey, ...] = ("logprobs", "version", "routing")
+"""What checks need and a dump may lack: then they are incomplete, and nothing takes its place."""
 
 
 class DumpLayout(StrEnum):
@@ -94,7 +99,7 @@ _REQUIRED: Mapping[DumpLayout, tuple[ColumnKey, ...]] = MappingProxyType(
         DumpLayout.NEXT_TOKEN: ("ids", "mask", "logprobs"),
     }
 )
-_OPTIONAL: tuple[ColumnKey, ...] = ("id", "mask", "version", "routing", *SAMPLING_KEYS)
+_OPTIONAL: tuple[ColumnKey, ...] = ("id", "mask", "version", "routing", *SAMPLING)
 
 
 class DumpSettings(Section):
@@ -137,33 +142,13 @@ def dump_settings(
     for key, value in sampling.items():
         if value is not None:
             try:
-                said[key] = sampling_value(key, value)
+                said[key] = SAMPLING[key].read(value)
             except ValueError as error:
                 raise UserError(f"--{key.replace('_', '-')}: {error}") from error
     columns = PRESETS[chosen].model_copy(update=given)
     return DumpSettings(
         layout=chosen, columns=columns, named=frozenset(given), sampling=said, engine_dtype=engine_dtype
     )
-
-
-def sampling_value(key: SamplingKey, value: object) -> float:
-    """A number that a sampler can have; -1 for top_k, as some engines write "off", becomes 0.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"got {value!r}; expected a number")
-    if key == "temperature" and not 0.0 < value < math.inf:
-        cure = (
-            "tokens chosen greedily have no distribution of their own, so give --temperature 1 to compare raw log-probs"
-        )
-        raise ValueError(f"got temperature {value:g}; expected more than 0: {cure}")
-    if key == "top_p" and not 0.0 < value <= 1.0:
-        raise ValueError(f"got top_p {value:g}; expected more than 0 and at most 1 (1 is off)")
-    if key == "top_k" and not (value >= -1 and float(value).is_integer()):
-        raise ValueError(f"got top_k {value:g}; expected a whole number, 0 or -1 for off")
-    return 0.0 if key == "top_k" and value == -1 else float(value)
 
 
 def _named_column(entry: str, layout: DumpLayout) -> tuple[ColumnKey, str]:

@@ -10,34 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollout.types.trajectory import (
-    EngineTag,
-    FinishReason,
-    LogprobSemantics,
-    RoutingTrace,
-    Timings,
-    Trajectory,
-    VersionSpan,
-)
+from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
 from trainer.consistency.checks.structure import Columns, check_structure
 from trainer.consistency.checks.versions import check_versions
 from trainer.consistency.dump.alignment import AlignedRow, align, mask_runs
 from trainer.consistency.dump.cells import Cells, RowFinding
-from trainer.consistency.dump.columns import (
-    NOT_TRUNCATED,
-    SAMPLING_KEYS,
-    ColumnKey,
-    DumpLayout,
-    DumpSettings,
-    SamplingKey,
-    sampling_value,
-)
-from trainer.consistency.dump.values import shown
+from trainer.consistency.dump.columns import NOT_TRUNCATED, SAMPLING, ColumnKey, DumpLayout, DumpSettings, SamplingKey
+from trainer.consistency.dump.values import NAME
 from trainer.consistency.dump.versions import BASE, PublishedVersions, policy_named
+from trainer.types.evidence import CheckFinding
 
-_NO_LOG = ("logprobs_missing", "logprobs_all_zero")
-"""With one of these there is nothing to compare."""
 _COLUMN_OF: Mapping[str, ColumnKey] = {
     "id_outside_vocabulary": "ids",
     "doubled_bos": "ids",
@@ -69,16 +53,16 @@ class DumpRow:
     number: int
     """From 0."""
     place: str
-    num_tokens: int
-    """0 where its ids could not be read."""
-    num_sampled: int
-    trajectory: Trajectory | None
-    """Its spans are those of the dump, and all of version 0 where the dump has none. None: not sound, or without
-    log-probs."""
-    has_versions: bool
     assumed: tuple[SamplingKey, ...]
     """What neither the row nor the command line says of its sampling."""
     findings: tuple[RowFinding, ...]
+    num_tokens: int = 0
+    """0 where its ids could not be read."""
+    num_sampled: int = 0
+    trajectory: Trajectory | None = None
+    """Its spans are those of the dump, and all of version 0 where the dump has none. None: not sound, or without
+    log-probs."""
+    has_versions: bool = False
 
 
 class DumpReader:
@@ -92,41 +76,28 @@ class DumpReader:
     def read(self, number: int, place: str, row: Mapping[str, object]) -> DumpRow:
         """One row. Whatever is wrong with it is among its findings; nothing is raised."""
         cells = Cells(number, place, row, self._settings)
-        name = str(cells.read("id", _name) or number)
+        name = str(cells.read("id", NAME) or number)
         sampling, assumed = self._sampling(cells)
         aligned = align(cells, self._settings.layout)
         if aligned is None:
-            return DumpRow(
-                number=number,
-                place=place,
-                num_tokens=0,
-                num_sampled=0,
-                trajectory=None,
-                has_versions=False,
-                assumed=assumed,
-                findings=tuple(cells.findings),
-            )
+            return DumpRow(number=number, place=place, assumed=assumed, findings=tuple(cells.findings))
         self._check_structure(cells, aligned)
         spans = self._spans(cells, aligned)
-        routing = self._routing(cells, aligned)
+        self._check_routing(cells, aligned)
         trajectory = None
-        if (
-            not cells.failed
-            and aligned.logprobs is not None
-            and not any(each.finding.code in _NO_LOG for each in cells.findings)
-        ):
-            trajectory = self._trajectory(name, aligned, spans, routing, sampling)
+        if not cells.failed and aligned.logprobs is not None and not any(_has_no_log(each) for each in cells.findings):
+            trajectory = self._trajectory(name, aligned, aligned.logprobs, spans, sampling)
             if aligned.versions is not None:
                 self._check_versions(cells, trajectory)
         return DumpRow(
             number=number,
             place=place,
+            assumed=assumed,
+            findings=tuple(cells.findings),
             num_tokens=aligned.token_ids.size,
             num_sampled=int(aligned.sampled.sum()),
             trajectory=trajectory,
             has_versions=aligned.versions is not None,
-            assumed=assumed,
-            findings=tuple(cells.findings),
         )
 
     def _sampling(self, cells: Cells) -> tuple[dict[SamplingKey, float], tuple[SamplingKey, ...]]:
@@ -134,10 +105,10 @@ class DumpReader:
         as assumed."""
         found: dict[SamplingKey, float] = {}
         assumed: list[SamplingKey] = []
-        for key in SAMPLING_KEYS:
+        for key, kind in SAMPLING.items():
             said = self._settings.sampling.get(key)
             if said is None:
-                said = cells.read(key, lambda value, key=key: sampling_value(key, value))
+                said = cells.read(key, kind)
             if said is None and not cells.has(key):
                 assumed.append(key)
             found[key] = NOT_TRUNCATED[key] if said is None else said
@@ -151,10 +122,8 @@ class DumpReader:
             spans=None if aligned.versions is None else tuple((run.start, run.end) for run in aligned.versions),
         )
         for finding in check_structure(columns, self._model.vocab_size, self._model.bos_id):
-            if finding.code not in (
-                "logprobs_missing",
-                "spans_missing",
-            ):  # noted when the cells were read, with the columns that there are
+            # What is missing was noted when the cells were read, with the columns that there are.
+            if finding.code not in ("logprobs_missing", "spans_missing"):
                 cells.note(self._key_of(finding.code, finding.positions, aligned), finding)
         limit, got = self._model.max_context, aligned.token_ids.size
         if limit is not None and got > limit:
@@ -193,47 +162,35 @@ class DumpReader:
         for finding in check_versions(trajectory, known=known, committed=max(known)):
             cells.note("version", finding)
 
-    def _routing(self, cells: Cells, aligned: AlignedRow) -> RoutingTrace | None:
-        cell = self._model.routing
-        if aligned.experts is None or aligned.covered is None:
+    def _check_routing(self, cells: Cells, aligned: AlignedRow) -> None:
+        cell, trace = self._model.routing, aligned.routing
+        if trace is None:
             if cell is not None or cells.is_named("routing"):
                 cells.absent("routing")
-            return None
-        if cell is None:
-            cells.fail(
-                "routing",
-                "routing_of_dense_model",
-                "got experts, and the model has none; expected the model that sampled",
+        elif cell is None:
+            detail = "got experts, and the model has none; expected the model that sampled"
+            cells.fail("routing", "routing_of_dense_model", detail)
+        elif trace.experts.shape[1:] != cell:
+            detail = (
+                f"got [rows, blocks, top_k] = {list(trace.experts.shape)}; the model has {cell[0]} blocks with "
+                f"{cell[1]} experts a token: expected the model that sampled"
             )
-            return None
-        if aligned.experts.shape[1:] != cell:
-            got = f"got [rows, blocks, top_k] = {list(aligned.experts.shape)}"
-            cells.fail(
-                "routing",
-                "routing_shape",
-                f"{got}; the model has {cell[0]} blocks with {cell[1]} experts a token: expected the model that "
-                "sampled",
-            )
-            return None
-        predicting = aligned.sampled[1:]
-        there = int((aligned.covered & predicting).sum())
-        if there < int(predicting.sum()):
-            cells.incomplete(
-                "routing",
-                "routing_incomplete",
-                f"got the experts of {there} of {int(predicting.sum())} sampled tokens; expected all",
-            )
-        return RoutingTrace(experts=aligned.experts, covered=aligned.covered)
+            cells.fail("routing", "routing_shape", detail)
+        else:
+            predicting = aligned.sampled[1:]
+            there, wanted = int((trace.covered & predicting).sum()), int(predicting.sum())
+            if there < wanted:
+                detail = f"got the experts of {there} of {wanted} sampled tokens; expected all"
+                cells.note("routing", CheckFinding.open_question("routing_incomplete", detail))
 
     def _trajectory(
         self,
         name: str,
         aligned: AlignedRow,
+        logprobs: NDArray[np.float32],
         spans: tuple[VersionSpan, ...],
-        routing: RoutingTrace | None,
         sampling: Mapping[SamplingKey, float],
     ) -> Trajectory:
-        logprobs = np.zeros(aligned.sampled.size, dtype=np.float32) if aligned.logprobs is None else aligned.logprobs
         return Trajectory(
             trajectory_id=name,
             dispatch_id=name,
@@ -247,7 +204,7 @@ class DumpReader:
             tag=_tag(self._settings.engine_dtype, sampling),
             finish_reason=FinishReason.STOP,
             timings=Timings(started_at_s=0.0, generation_s=0.0),
-            routing=routing,
+            routing=aligned.routing,
         )
 
 
@@ -258,10 +215,9 @@ def without_versions(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def _name(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"got {shown(value)}; expected text or a number")
-    return str(value)
+def _has_no_log(each: RowFinding) -> bool:
+    """Then there is nothing to compare."""
+    return each.finding.code in ("logprobs_missing", "logprobs_all_zero")
 
 
 def _tag(engine_dtype: str, sampling: Mapping[SamplingKey, float]) -> EngineTag:
