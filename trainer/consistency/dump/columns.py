@@ -6,7 +6,7 @@ It owns layouts, column names, and what is said about all rows at once; it must 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import Field
 
@@ -81,25 +81,12 @@ class DumpColumns(Section):
 
     def name(self, key: ColumnKey) -> str:
         """The column that `key` is read from."""
-        return cast(dict[str, str], self.model_dump())[key]
+        name: str = getattr(self, key)
+        return name
 
 
-PRESETS: Mapping[DumpLayout, DumpColumns] = MappingProxyType(
-    {
-        DumpLayout.TOKENS: DumpColumns(),
-        DumpLayout.COMPLETION: DumpColumns(mask="completion_mask", logprobs="completion_logprobs"),
-        DumpLayout.NEXT_TOKEN: DumpColumns(),
-    }
-)
-"""Column names of each layout where the command line gives no others."""
-_REQUIRED: Mapping[DumpLayout, tuple[ColumnKey, ...]] = MappingProxyType(
-    {
-        DumpLayout.TOKENS: ("ids", "mask", "logprobs"),
-        DumpLayout.COMPLETION: ("prompt_ids", "completion_ids", "logprobs"),
-        DumpLayout.NEXT_TOKEN: ("ids", "mask", "logprobs"),
-    }
-)
-_OPTIONAL: tuple[ColumnKey, ...] = ("id", "mask", "version", "routing", *SAMPLING)
+_COMPLETION_COLUMNS = DumpColumns(mask="completion_mask", logprobs="completion_logprobs")
+"""Names that layout `completion` has where the command line gives no others."""
 
 
 class DumpSettings(Section):
@@ -117,7 +104,9 @@ class DumpSettings(Section):
 
 def columns_read(layout: DumpLayout) -> tuple[ColumnKey, ...]:
     """The keys that a layout reads, those it needs first."""
-    return tuple(dict.fromkeys((*_REQUIRED[layout], *_OPTIONAL)))
+    prompt_apart: tuple[ColumnKey, ...] = ("prompt_ids", "completion_ids", "logprobs", "id", "mask")
+    ids = prompt_apart if layout is DumpLayout.COMPLETION else ("ids", "mask", "logprobs", "id")
+    return (*ids, "version", "routing", *SAMPLING)
 
 
 def dump_settings(
@@ -137,7 +126,7 @@ def dump_settings(
     if layout not in list(DumpLayout):
         raise UserError(f"got --layout {layout}; expected one of {', '.join(DumpLayout)}")
     chosen = DumpLayout(layout)
-    given: dict[str, str] = dict(_named_column(entry, chosen) for entry in names)
+    given = dict(_named_column(entry, chosen) for entry in names)
     said: dict[SamplingKey, float] = {}
     for key, value in sampling.items():
         if value is not None:
@@ -145,18 +134,18 @@ def dump_settings(
                 said[key] = SAMPLING[key].read(value)
             except ValueError as error:
                 raise UserError(f"--{key.replace('_', '-')}: {error}") from error
-    columns = PRESETS[chosen].model_copy(update=given)
+    preset = _COMPLETION_COLUMNS if chosen is DumpLayout.COMPLETION else DumpColumns()
+    columns = preset.model_copy(update=given)
     return DumpSettings(
         layout=chosen, columns=columns, named=frozenset(given), sampling=said, engine_dtype=engine_dtype
     )
 
 
-def _named_column(entry: str, layout: DumpLayout) -> tuple[ColumnKey, str]:
+def _named_column(entry: str, layout: DumpLayout) -> tuple[str, str]:
     key, equals, column = entry.partition("=")
     known = columns_read(layout)
     if not equals or not column:
         raise UserError(f"got --columns {entry}; expected KEY=COLUMN, such as logprobs=rollout_logprobs")
-    for candidate in known:
-        if candidate == key:
-            return candidate, column
-    raise UserError(f"got --columns {entry}; layout {layout} reads the keys {', '.join(known)}")
+    if key not in known:
+        raise UserError(f"got --columns {entry}; layout {layout} reads the keys {', '.join(known)}")
+    return key, column
