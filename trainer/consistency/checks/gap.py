@@ -8,7 +8,7 @@ less like a healthier policy; neither is health.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,7 +144,11 @@ def gap_floor(limits: GapLimits, baseline: GapBaseline | None) -> float:
     whichever is lower."""
     if baseline is None:
         return limits.mean_abs_warn
-    return min(limits.mean_abs_warn, limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS))
+    return min(limits.mean_abs_warn, _baseline_bound(limits, baseline))
+
+
+def _baseline_bound(limits: GapLimits, baseline: GapBaseline) -> float:
+    return limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS)
 
 
 def tail_is_high(f2: float, limits: GapLimits, baseline: GapBaseline | None) -> bool:
@@ -158,37 +162,37 @@ def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | No
 
     A gap over no token at all is incomplete, not fine.
     """
+    return tuple(_gap_findings(metrics, limits, baseline))
+
+
+def _gap_findings(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> Iterator[CheckFinding]:
     if metrics.num_tokens == 0:
-        return (
-            CheckFinding(
-                check=Check.EVIDENCE,
-                severity=CheckSeverity.INCOMPLETE,
-                code="nothing_scored",
-                detail="got no scored token; expected at least one",
-            ),
+        yield CheckFinding.open_question("nothing_scored", "got no scored token; expected at least one")
+        return
+    readings = (
+        ("gap_mean", "mean |d|", metrics.mean_abs, limits.mean_abs_warn, limits.mean_abs_fail),
+        ("gap_k3", "k3", metrics.k3, limits.k3_warn, limits.k3_fail),
+    )
+    for code, name, value, warn, fail in readings:
+        if not value <= min(warn, fail):  # NaN is above every ceiling
+            detail = f"{name} {value:.3g} nats; expected at most {warn:.3g}, and never above {fail:.3g}"
+            yield _finding(CheckSeverity.WARN if value <= fail else CheckSeverity.FAIL, code, detail)
+    if not metrics.ess >= max(limits.ess_warn, limits.ess_fail):
+        detail = (
+            f"effective sample size {metrics.ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and "
+            f"never below {limits.ess_fail:g}"
         )
-    found = [
-        _ceiling("gap_mean", "mean |d|", metrics.mean_abs, limits.mean_abs_warn, limits.mean_abs_fail),
-        _ceiling("gap_k3", "k3", metrics.k3, limits.k3_warn, limits.k3_fail),
-        _sample_size(metrics.ess, limits),
-    ]
-    if baseline is not None:
-        bound = limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS)
-        if not metrics.mean_abs <= bound:
-            detail = (
-                f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x "
-                "the gap at step 0"
-            )
-            found.append(_finding(CheckSeverity.WARN, "gap_above_baseline", detail))
+        severity = CheckSeverity.WARN if metrics.ess >= limits.ess_fail else CheckSeverity.FAIL
+        yield _finding(severity, "gap_ess", detail)
+    if baseline is not None and not metrics.mean_abs <= (bound := _baseline_bound(limits, baseline)):
+        detail = (
+            f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x the "
+            "gap at step 0"
+        )
+        yield _finding(CheckSeverity.WARN, "gap_above_baseline", detail)
     if tail_is_high(metrics.f2, limits, baseline):
-        found.append(
-            _finding(
-                CheckSeverity.WARN,
-                "gap_tail",
-                f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]",
-            )
-        )
-    return tuple(finding for finding in found if finding is not None)
+        detail = f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]"
+        yield _finding(CheckSeverity.WARN, "gap_tail", detail)
 
 
 def check_drift(values: Sequence[float], steps: Sequence[float]) -> tuple[CheckFinding, ...]:
@@ -227,25 +231,6 @@ def fitted_line(values: Sequence[float], steps: Sequence[float]) -> tuple[float,
     slope = float(centred @ y) / float(centred @ centred)
     scatter = float((y - y.mean() - slope * centred).std())
     return slope, float(y.mean() + slope * centred.min()), scatter
-
-
-def _ceiling(code: str, name: str, value: float, warn: float, fail: float) -> CheckFinding | None:
-    """Above a ceiling; NaN is above every one."""
-    if value <= min(warn, fail):
-        return None
-    severity = CheckSeverity.WARN if value <= fail else CheckSeverity.FAIL
-    return _finding(severity, code, f"{name} {value:.3g} nats; expected at most {warn:.3g}, and never above {fail:.3g}")
-
-
-def _sample_size(ess: float, limits: GapLimits) -> CheckFinding | None:
-    if ess >= max(limits.ess_warn, limits.ess_fail):
-        return None
-    severity = CheckSeverity.WARN if ess >= limits.ess_fail else CheckSeverity.FAIL
-    detail = (
-        f"effective sample size {ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and never below "
-        f"{limits.ess_fail:g}"
-    )
-    return _finding(severity, "gap_ess", detail)
 
 
 def _finding(severity: CheckSeverity, code: str, detail: str) -> CheckFinding:

@@ -59,13 +59,15 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
-    """The hooks on the routers, and the shape that a trace must have."""
+class _Experts:
+    """Hooks on the routers of a mixture of experts; without effect until they are asked for."""
 
-    hooks: RoutingReplay
-    num_experts: int
+    number: int
+    """Of a block."""
     cell: tuple[int, int]
-    """(blocks, top_k)"""
+    """(blocks, top_k): the shape that a trace must have."""
+    listener: RoutingListener
+    replay: RoutingReplay
 
 
 class Scorer:
@@ -104,8 +106,7 @@ class Scorer:
         )
         self._model = self._versions.model
         self._batch_tokens, self._device = batch_tokens, device
-        self._replay: _Replay | None = None
-        self._listener: RoutingListener | None = None
+        self._experts = _experts_of(self._model)
         self._listens = False
         self._unknown: dict[str, str] = {}
         self._scored_tokens = 0
@@ -148,8 +149,11 @@ class Scorer:
         """
         self._unknown = {}
         self._scored_tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
-        if options.replay_routing:
-            self._prepare_replay()
+        if options.replay_routing and self._experts is None:
+            raise UserError(
+                f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture"
+                " of experts"
+            )
         scores: _Scores = [np.where(t.sampled, np.float32(np.nan), np.float32(0.0)) for t in trajectories]
         plan = self._plan(trajectories, options)
         for policy in sorted(plan.rows, key=lambda policy: (not self._versions.holds(policy), policy)):
@@ -175,13 +179,12 @@ class Scorer:
         Raises:
             UserError: as `score`; or a router tells no logits.
         """
-        self._prepare_listener()
         self._listens = True
         try:
             scores = self.score(trajectories, options)
         finally:
             self._listens = False
-            agreements = None if self._listener is None else self._listener.take(len(trajectories))
+            agreements = None if self._experts is None else self._experts.listener.take(len(trajectories))
         return scores, agreements or [None] * len(trajectories)
 
     def _plan(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Plan:
@@ -264,42 +267,31 @@ class Scorer:
     @property
     def routing_cell(self) -> tuple[int, int] | None:
         """(blocks with experts, experts a token) of the model; None for a dense one."""
-        counts, blocks = self._counts(), len(find_routers(self._model.causal_lm))
-        return None if counts is None or blocks == 0 else (blocks, counts[1])
-
-    def _counts(self) -> tuple[int, int] | None:
-        """(experts a block, experts a token); None for a dense model."""
-        return expert_counts(cast(Any, self._model.causal_lm).config.get_text_config())
-
-    def _prepare_listener(self) -> None:
-        counts = self._counts()
-        if self._listener is None and counts is not None and find_routers(self._model.causal_lm):
-            self._listener = RoutingListener(self._model.causal_lm, *counts)
+        return None if self._experts is None else self._experts.cell
 
     def _listening(self, batch: ScoreBatch) -> AbstractContextManager[None]:
-        return self._listener.listening(batch) if self._listens and self._listener is not None else nullcontext()
-
-    def _prepare_replay(self) -> None:
-        if self._replay is not None:
-            return
-        model, counts = self._model.causal_lm, self._counts()
-        if counts is None:
-            raise UserError(
-                f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture"
-                " of experts"
-            )
-        self._replay = _Replay(RoutingReplay(model, *counts), counts[0], (len(find_routers(model)), counts[1]))
+        if not self._listens or self._experts is None:
+            return nullcontext()
+        return self._experts.listener.listening(batch)
 
     def _routing(self, batch: ScoreBatch, options: ScoreOptions) -> AbstractContextManager[object]:
-        if not options.replay_routing or self._replay is None:
+        if not options.replay_routing or self._experts is None:
             return nullcontext()
-        routing = batch_routing(batch, self._replay.num_experts, self._replay.cell)
-        if routing is None:
-            return nullcontext()
-        return self._replay.hooks.using(self._tensor(routing[0]), self._tensor(routing[1]))
+        routing = batch_routing(batch, self._experts.number, self._experts.cell)
+        return nullcontext() if routing is None else self._experts.replay.using(*map(self._tensor, routing))
 
     def _tensor(self, array: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(self._device)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _experts_of(model: PolicyModel) -> _Experts | None:
+    """None for a dense model. The listener hears the routers before the replay changes their answer."""
+    causal_lm = model.causal_lm
+    counts, blocks = expert_counts(cast(Any, causal_lm).config.get_text_config()), len(find_routers(causal_lm))
+    if counts is None or not blocks:
+        return None
+    listener = RoutingListener(causal_lm, *counts)
+    return _Experts(counts[0], (blocks, counts[1]), listener, RoutingReplay(causal_lm, *counts))
 
 
 def _write(scores: _Scores, batch: ScoreBatch, logprobs: NDArray[np.float32]) -> None:

@@ -16,7 +16,6 @@ from trainer.consistency.checks.structure import (
     check_structure,
     check_trajectory,
     classify_drift,
-    columns_of,
     doubled_bos,
 )
 from trainer.types.evidence import Check, CheckFinding, CheckSeverity
@@ -61,17 +60,6 @@ def only(findings: Sequence[CheckFinding]) -> CheckFinding:
 def test_a_sound_trajectory_has_no_findings() -> None:
     assert check_structure(columns(), VOCAB, bos_id=4) == ()
     assert check_trajectory(build_trajectory(), VOCAB, bos_id=31) == ()
-
-
-def test_our_own_trajectories_are_read_as_what_they_are() -> None:
-    trajectory = build_trajectory(prompt_tokens=3)
-    got = columns_of(trajectory)
-    assert got.spans == ((3, 11),)
-    assert (
-        got.token_ids is trajectory.token_ids
-        and got.sampled is trajectory.sampled
-        and got.logprobs is trajectory.rollout_logprobs
-    )
 
 
 @pytest.mark.parametrize(
