@@ -41,7 +41,6 @@ only behind it."""
 VERSION_OFFSETS = (-1, 1, -2, 2)
 UNDECLARED_TOP_P = (0.95, 0.9, 0.8, 0.99)
 """Nuclei that are in use; an engine that truncates without saying so does it at one of them."""
-DEFAULT_MAX_TOKENS = 16384
 _DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -55,7 +54,7 @@ def attribute(
     rescorer: Rescorer,
     limits: GapLimits,
     *,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
+    max_tokens: int = 16384,
     behaviour: Sequence[NDArray[np.float32]] | None = None,
 ) -> Attribution | None:
     """Split mean |log pi_beh - log pi_rollout| over the scored sampled tokens into causes and a residual that nobody
@@ -147,7 +146,7 @@ def _semantics(inquiry: Inquiry) -> bool:
 def _identity(inquiry: Inquiry) -> bool:
     """Other weights than the log says: the replica's fault, or the log's."""
     facts = inquiry.facts
-    if facts.digest_differs or not facts.canary_gap <= facts.canary_tolerance:
+    if not facts.canary_gap <= facts.canary_tolerance:
         return inquiry.explain(
             GapCause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
         )

@@ -37,8 +37,6 @@ class AttributionFacts:
 
     structure: tuple[CheckFinding, ...] = ()
     """Findings about structure and tokenizer; one that failed explains everything."""
-    digest_differs: bool = False
-    """The replica's weights digest is not the published one."""
     canary_gap: float = 0.0
     """Mean |d| of the replica's answer to the canary, nats; NaN or infinity: no usable answer."""
     canary_tolerance: float = math.inf

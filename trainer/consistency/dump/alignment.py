@@ -4,7 +4,7 @@ is cut or filled up. Numpy only.
 It knows layouts and lengths; it must never know a model, a policy or what a log-prob should be.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import RoutingTrace
+from trainer.consistency.checks.structure import Columns
 from trainer.consistency.dump.cells import Cells
 from trainer.consistency.dump.columns import ColumnKey, DumpLayout
 from trainer.consistency.dump.values import EXPERTS, IDS, LOGPROBS, MASK, VERSIONS, VersionEntry, trace_of
@@ -20,30 +21,15 @@ from trainer.consistency.dump.values import EXPERTS, IDS, LOGPROBS, MASK, VERSIO
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRun:
-    """Tokens [start, end) that were sampled under one version, by the dump's own word."""
-
-    start: int
-    end: int
-    version: VersionEntry
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AlignedRow:
-    """One row, token by token."""
+class AlignedRow(Columns):
+    """One row, token by token; log-probs are 0 where the dump has no entry."""
 
-    token_ids: NDArray[np.int64]
-    """[T]"""
     num_prompt: int
     """Tokens that stand in the prompt's column; 0 where there is none."""
-    sampled: NDArray[np.bool_]
-    """[T]"""
-    logprobs: NDArray[np.float32] | None
-    """[T] nats, 0 where the dump has no entry. None: not logged."""
-    versions: tuple[VersionRun, ...] | None
-    """In order. None: not logged."""
-    routing: RoutingTrace | None
+    versions: tuple[VersionEntry, ...] = ()
+    """Of each span, by the dump's own word."""
+    routing: RoutingTrace | None = None
     """None: not logged."""
 
 
@@ -89,19 +75,13 @@ def align(cells: Cells, layout: DumpLayout) -> AlignedRow | None:
         num_prompt=len(prompt),
         sampled=_placed(cells, "mask", np.array(mask, dtype=np.bool_), frame),
         logprobs=None if logprobs is None else _placed(cells, "logprobs", _nats(logprobs), frame),
-        versions=None,
+        spans=None,
         routing=None if experts is None else _trace(cells, experts, frame),
     )
     if cells.has("version") and not cells.failed:
-        row = replace(row, versions=_runs(cells, versions, row.sampled, frame))
+        spans, names = _runs(cells, versions, row.sampled, frame)
+        row = replace(row, spans=spans, versions=names)
     return None if cells.failed else row
-
-
-def mask_runs(sampled: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """[start, end) of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], sampled, [False])).astype(np.int8)))
-    for start, end in edges.reshape(-1, 2):
-        yield int(start), int(end)
 
 
 def _nats(logprobs: Sequence[float | None]) -> NDArray[np.float32]:
@@ -139,19 +119,20 @@ def _refuse_sampled_spare(cells: Cells, mask: Sequence[int], frame: _Frame) -> N
 
 def _runs(
     cells: Cells, versions: list[VersionEntry] | VersionEntry, sampled: NDArray[np.bool_], frame: _Frame
-) -> tuple[VersionRun, ...]:
+) -> tuple[tuple[tuple[int, int], ...], tuple[VersionEntry, ...]]:
+    """[start, end) of the tokens that were sampled under one version each, and these versions."""
     if not isinstance(versions, list):
         versions = [versions if token else None for token in sampled[frame.first :]]
     if not _fits(cells, "version", len(versions), frame):
-        return ()
-    runs: list[VersionRun] = []
+        return (), ()
+    runs: dict[tuple[int, int], VersionEntry] = {}
     position = frame.first
     for version, entries in groupby(versions[: frame.entries]):
         end = position + len(list(entries))
         if version is not None and not (isinstance(version, int) and version < 0):
-            runs.append(VersionRun(start=position, end=end, version=version))
+            runs[position, end] = version
         position = end
-    return tuple(runs)
+    return tuple(runs), tuple(runs.values())
 
 
 def _trace(cells: Cells, rows: list[list[list[int]] | None], frame: _Frame) -> RoutingTrace | None:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
-from trainer.consistency.checks.structure import Columns, check_structure
+from trainer.consistency.checks.structure import check_structure
+from trainer.consistency.checks.tokens import sampled_runs
 from trainer.consistency.checks.versions import check_versions
-from trainer.consistency.dump.alignment import AlignedRow, align, mask_runs
+from trainer.consistency.dump.alignment import AlignedRow, align
 from trainer.consistency.dump.cells import Cells, RowFinding
 from trainer.consistency.dump.columns import NOT_TRUNCATED, SAMPLING, ColumnKey, DumpLayout, DumpSettings, SamplingKey
 from trainer.consistency.dump.values import NAME
@@ -25,6 +26,7 @@ from trainer.types.evidence import CheckFinding
 _COLUMN_OF: Mapping[str, ColumnKey] = {
     "id_outside_vocabulary": "ids",
     "doubled_bos": "ids",
+    "longer_than_context": "ids",
     "nothing_sampled": "mask",
     "first_token_sampled": "mask",
     "spans_broken": "version",
@@ -87,7 +89,7 @@ class DumpReader:
         trajectory = None
         if not cells.failed and aligned.logprobs is not None and not any(_has_no_log(each) for each in cells.findings):
             trajectory = self._trajectory(name, aligned, aligned.logprobs, spans, sampling)
-            if aligned.versions is not None:
+            if aligned.spans is not None:
                 self._check_versions(cells, trajectory)
         return DumpRow(
             number=number,
@@ -97,7 +99,7 @@ class DumpReader:
             num_tokens=aligned.token_ids.size,
             num_sampled=int(aligned.sampled.sum()),
             trajectory=trajectory,
-            has_versions=aligned.versions is not None,
+            has_versions=aligned.spans is not None,
         )
 
     def _sampling(self, cells: Cells) -> tuple[dict[SamplingKey, float], tuple[SamplingKey, ...]]:
@@ -115,24 +117,14 @@ class DumpReader:
         return found, tuple(assumed)
 
     def _check_structure(self, cells: Cells, aligned: AlignedRow) -> None:
-        columns = Columns(
-            token_ids=aligned.token_ids,
-            sampled=aligned.sampled,
-            logprobs=aligned.logprobs,
-            spans=None if aligned.versions is None else tuple((run.start, run.end) for run in aligned.versions),
-        )
-        for finding in check_structure(columns, self._model.vocab_size, self._model.bos_id):
+        for finding in check_structure(aligned, self._model.vocab_size, self._model.bos_id):
             # What is missing was noted when the cells were read, with the columns that there are.
             if finding.code not in ("logprobs_missing", "spans_missing"):
                 cells.note(self._key_of(finding.code, finding.positions, aligned), finding)
         limit, got = self._model.max_context, aligned.token_ids.size
         if limit is not None and got > limit:
-            key = "completion_ids" if self._settings.layout is DumpLayout.COMPLETION else "ids"
-            cells.fail(
-                key,
-                "longer_than_context",
-                f"got {got} tokens in all; the model has a context of {limit}: expected the model that sampled",
-            )
+            detail = f"got {got} tokens in all; the model has a context of {limit}: expected the model that sampled"
+            cells.fail(self._key_of("longer_than_context", (got,), aligned), "longer_than_context", detail)
 
     def _key_of(self, code: str, positions: tuple[int, ...], aligned: AlignedRow) -> ColumnKey:
         key = _COLUMN_OF.get(code, "logprobs")
@@ -141,24 +133,21 @@ class DumpReader:
         return "prompt_ids" if positions and positions[0] < aligned.num_prompt else "completion_ids"
 
     def _spans(self, cells: Cells, aligned: AlignedRow) -> tuple[VersionSpan, ...]:
-        if aligned.versions is None:
-            return tuple(VersionSpan(BASE, start, end) for start, end in mask_runs(aligned.sampled))
+        if aligned.spans is None:
+            return _of_base(aligned.sampled)
         policy = policy_named if self._published is None else self._published.policy
         spans: list[VersionSpan] = []
-        for run in aligned.versions:
+        for (start, end), version in zip(aligned.spans, aligned.versions, strict=True):
             try:
-                spans.append(VersionSpan(policy(run.version), run.start, run.end))
+                spans.append(VersionSpan(policy(version), start, end))
             except ValueError as error:
-                cells.fail("version", "unfit_value", str(error), tuple(range(run.start, run.end)))
+                cells.fail("version", "unfit_value", str(error), tuple(range(start, end)))
         return tuple(spans)
 
     def _check_versions(self, cells: Cells, trajectory: Trajectory) -> None:
         own = {span.policy for span in trajectory.version_spans}
-        known = (
-            own
-            if self._published is None
-            else self._published.policies | {policy for policy in own if policy.version == 0}
-        )
+        base = {policy for policy in own if policy.version == 0}
+        known = own if self._published is None else self._published.policies | base
         for finding in check_versions(trajectory, known=known, committed=max(known)):
             cells.note("version", finding)
 
@@ -210,9 +199,11 @@ class DumpReader:
 
 def without_versions(trajectory: Trajectory) -> Trajectory:
     """The same with every token under version 0, for a dump that is scored with one model."""
-    return replace(
-        trajectory, version_spans=tuple(VersionSpan(BASE, start, end) for start, end in mask_runs(trajectory.sampled))
-    )
+    return replace(trajectory, version_spans=_of_base(trajectory.sampled))
+
+
+def _of_base(sampled: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(BASE, start, end) for start, end in sampled_runs(sampled))
 
 
 def _has_no_log(each: RowFinding) -> bool:

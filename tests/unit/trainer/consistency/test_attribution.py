@@ -60,7 +60,9 @@ def test_questions_start_from_how_the_trainer_computes():
 def test_a_structural_failure_explains_everything_and_ends_the_inquiry(check: Check):
     rescorer = TableRescorer({AS_LOGGED: 0.2})
     found = ask(
-        rescorer, trajectory(temperature=0.7), facts=AttributionFacts(structure=(failed(check),), digest_differs=True)
+        rescorer,
+        trajectory(temperature=0.7),
+        facts=AttributionFacts(structure=(failed(check),), canary_gap=0.1, canary_tolerance=0.01),
     )
     assert parts(found) == {GapCause.TOKENIZER: 0.2} and found.residual == 0.0 and found.first is GapCause.TOKENIZER
     assert rescorer.asked == [AS_LOGGED]
@@ -92,7 +94,7 @@ def test_a_log_of_another_distribution_is_found_by_the_questions_that_its_tag_al
     tag: dict[str, Any], truth: ScoreOptions, asked: list[ScoreOptions]
 ):
     rescorer = TableRescorer({AS_LOGGED: 0.2, truth: 0.001})
-    found = ask(rescorer, trajectory(**tag), facts=AttributionFacts(digest_differs=True))
+    found = ask(rescorer, trajectory(**tag), facts=AttributionFacts(canary_gap=0.1, canary_tolerance=0.01))
     assert parts(found) == {GapCause.LOGPROB_SEMANTICS: 0.199} and found.first is GapCause.LOGPROB_SEMANTICS
     assert rescorer.asked == [AS_LOGGED, *asked]
 

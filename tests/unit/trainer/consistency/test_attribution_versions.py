@@ -18,7 +18,6 @@ from trainer.types.evidence import GapCause
 @pytest.mark.parametrize(
     "facts",
     [
-        AttributionFacts(digest_differs=True, baseline=baseline(0.002)),
         AttributionFacts(canary_gap=0.1, canary_tolerance=0.01, baseline=baseline(0.002)),
         AttributionFacts(canary_gap=float("nan"), canary_tolerance=0.01, baseline=baseline(0.002)),
         AttributionFacts(canary_gap=float("inf"), canary_tolerance=0.01, baseline=baseline(0.002)),
