@@ -146,6 +146,7 @@ def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings
     """
     import torch
 
+    from trainer.consistency.scoring.held_versions import HeldVersions
     from trainer.consistency.scoring.scorer import Scorer
     from trainer.model.loading import DTYPES
     from trainer.model.policy_model import refuse_a_foreign_head
@@ -155,13 +156,7 @@ def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings
     published = None if weights_dir is None else PublishedVersions(weights_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
-        model_dir=model_dir,
-        weights_dir=weights_dir or model_dir,
-        dtype=dtype,
-        chunk_tokens=CHUNK_TOKENS,
-        batch_tokens=BATCH_TOKENS,
-        max_versions=MAX_VERSIONS,
-        device=device,
+        HeldVersions(model_dir, weights_dir or model_dir, dtype, CHUNK_TOKENS, MAX_VERSIONS, device), BATCH_TOKENS
     )
     refuse_a_foreign_head(scorer.model, DTYPES[dtype], device)
     return DumpAudit(

@@ -10,7 +10,6 @@ ledger, no verdict and no actor; the number of compute threads is its process's 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -73,39 +72,10 @@ class _Experts:
 class Scorer:
     """Implements `Rescorer`. Not for two threads at once."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        weights_dir: Path,
-        dtype: str,
-        chunk_tokens: int,
-        batch_tokens: int,
-        max_versions: int,
-        device: torch.device,
-    ) -> None:
-        """Load version 0.
-
-        Args:
-            model_dir: the run's model, in Hugging Face layout.
-            weights_dir: the run's published directories, `eE-vN` each.
-            dtype: the trainer's compute dtype, `float32` or `bfloat16`.
-            chunk_tokens: tokens whose logits exist at once.
-            batch_tokens: rows x longest row of one forward pass.
-            max_versions: held in memory besides version 0; those used last stay.
-
-        Raises:
-            UserError: `model_dir` does not hold what its config says.
-        """
-        self._versions = HeldVersions(
-            model_dir=model_dir,
-            weights_dir=weights_dir,
-            dtype=dtype,
-            chunk_tokens=chunk_tokens,
-            max_versions=max_versions,
-            device=device,
-        )
-        self._model = self._versions.model
-        self._batch_tokens, self._device = batch_tokens, device
+    def __init__(self, versions: HeldVersions, batch_tokens: int) -> None:
+        """Score with the module of `versions`, in forward passes of at most `batch_tokens` (rows x longest row)."""
+        self._versions, self._model = versions, versions.model
+        self._batch_tokens, self._device = batch_tokens, versions.device
         self._experts = _experts_of(self._model)
         self._listens = False
         self._unknown: dict[str, str] = {}

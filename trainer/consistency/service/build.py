@@ -31,16 +31,16 @@ def build_auditor(
     """
     import torch
 
+    from trainer.consistency.scoring.held_versions import HeldVersions
     from trainer.consistency.scoring.scorer import Scorer
 
     torch.set_num_threads(config.threads)
     facts = check_model_dir(model_dir)
-    scorer = Scorer(
-        model_dir=model_dir,
-        weights_dir=weights_dir,
+    versions = HeldVersions(
+        model_dir,
+        weights_dir,
         dtype=trainer.dtype,
         chunk_tokens=trainer.logprob_chunk_tokens,
-        batch_tokens=config.batch_tokens,
         max_versions=config.max_versions or max_staleness + 2,
         device=torch.device("cuda" if config.num_gpus else "cpu"),
     )
@@ -59,4 +59,4 @@ def build_auditor(
         returns_routing=returns_routing(engine),
         options=ScoreOptions(replay_routing=trainer.replay_routing),
     )
-    return Auditor(scorer, config, run)
+    return Auditor(Scorer(versions, config.batch_tokens), config, run)

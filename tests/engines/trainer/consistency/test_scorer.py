@@ -22,6 +22,7 @@ from rollout.errors import UserError, WeightSyncError
 from rollout.published.manifest import read_manifest
 from rollout.types.trajectory import RoutingTrace, Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
+from trainer.consistency.scoring.held_versions import HeldVersions
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
 from trainer.consistency.scoring.scorer import Scorer
 
@@ -49,15 +50,16 @@ class Room:
     def scorer(
         self, weights: Path | None = None, *, dtype: str | None = None, batch_tokens: int = 1000, max_versions: int = 3
     ) -> Scorer:
-        return Scorer(
-            model_dir=self.model_dir,
-            weights_dir=weights or self.weights,
-            dtype=dtype or self.dtype,
+        cpu = torch.device("cpu")
+        versions = HeldVersions(
+            self.model_dir, weights or self.weights, dtype or self.dtype, 5, max_versions=max_versions, device=cpu
+            weights or self.weights,
+            dtype or self.dtype,
             chunk_tokens=5,
-            batch_tokens=batch_tokens,
             max_versions=max_versions,
-            device=torch.device("cpu"),
+            device=cpu,
         )
+        return Scorer(versions, batch_tokens)
 
 
 Rooms = Callable[[str], Room]
