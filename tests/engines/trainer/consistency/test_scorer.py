@@ -53,11 +53,6 @@ class Room:
         cpu = torch.device("cpu")
         versions = HeldVersions(
             self.model_dir, weights or self.weights, dtype or self.dtype, 5, max_versions=max_versions, device=cpu
-            weights or self.weights,
-            dtype or self.dtype,
-            chunk_tokens=5,
-            max_versions=max_versions,
-            device=cpu,
         )
         return Scorer(versions, batch_tokens)
 

@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.algorithms.registry import build_algorithm
@@ -19,6 +21,7 @@ from trainer.config.consistency import (
 )
 from trainer.config.trainer import GrpoConfig
 from trainer.loss.policy_loss import SUMS, LossTokens, PolicyLoss
+from trainer.loss.ratio_buckets import PARTS
 from trainer.model.policy_model import PolicyModel
 from trainer.types.step import OldLogprobSource
 
@@ -106,17 +109,33 @@ def test_the_report_splits_the_difference():
     assert sums["rollout_difference"] == pytest.approx(float((NOW - ROLLOUT).abs().sum()))
 
 
-def test_the_split_is_that_of_vector_v19(golden: dict[str, Any]):
-    """Of the sizes; the buckets of each part hold them with their signs."""
-    vector = golden["V19_decomp"]
-    now, behaviour, rollout = (
-        torch.full_like(NOW, vector[key]) for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout")
-    )
-    _, sums = run(NoCorrection(), OldLogprobSource.RECOMPUTED, now, behaviour, rollout)
+def split_of(now: float, behaviour: float, rollout: float) -> dict[str, float]:
+    """A token's log-ratios as the report splits them: total, engine and stale."""
+    given = (torch.full_like(NOW, nats) for nats in (now, behaviour, rollout))
+    _, sums = run(NoCorrection(), OldLogprobSource.RECOMPUTED, *given)
     for part, name in (("stale", "logprob"), ("engine", "engine"), ("total", "rollout")):
-        wanted = vector[{"stale": "staleness_log", "engine": "engine_log", "total": "total_log"}[part]]
-        assert sums[f"{name}_difference"] / 4 == pytest.approx(abs(wanted), rel=1e-9)
-        assert sums[f"log_ratio_{part}_sum"] / 4 == pytest.approx(wanted, rel=1e-9)
+        assert sums[f"{name}_difference"] == pytest.approx(abs(sums[f"log_ratio_{part}_sum"]), rel=1e-9)
+    return {part: sums[f"log_ratio_{part}_sum"] / NOW.numel() for part in PARTS}
+
+
+def test_the_ratio_splits_as_in_vector_v19(golden: dict[str, Any]):
+    vector = golden["V19_decomp"]
+    split = split_of(*(vector[key] for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout")))
+    for part, name in (("stale", "staleness"), ("engine", "engine"), ("total", "total")):
+        assert split[part] == pytest.approx(vector[f"{name}_log"], rel=1e-9)
+        assert math.exp(split[part]) == pytest.approx(vector[f"{name}_ratio"], rel=1e-9)
+
+
+NATS = st.floats(min_value=-60.0, max_value=0.0, width=32)
+
+
+@given(NATS, NATS, NATS)
+def test_invariant_7_staleness_ratio_times_engine_ratio_is_the_total_ratio(
+    now: float, behaviour: float, rollout: float
+):
+    split = split_of(now, behaviour, rollout)
+    product = math.exp(split["stale"]) * math.exp(split["engine"])
+    assert product == pytest.approx(math.exp(split["total"]), rel=1e-6)
 
 
 def test_a_policy_that_is_not_finite_makes_the_loss_not_finite_and_raises_nothing():
