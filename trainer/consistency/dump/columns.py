@@ -105,7 +105,7 @@ class DumpSettings(Section):
 def columns_read(layout: DumpLayout) -> tuple[ColumnKey, ...]:
     """The keys that a layout reads, those it needs first."""
     prompt_apart: tuple[ColumnKey, ...] = ("prompt_ids", "completion_ids", "logprobs", "id", "mask")
-    ids = prompt_apart if layout is DumpLayout.COMPLETION else ("ids", "mask", "logprobs", "id")
+    ids: tuple[ColumnKey, ...] = prompt_apart if layout is DumpLayout.COMPLETION else ("ids", "mask", "logprobs", "id")
     return (*ids, "version", "routing", *SAMPLING)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
-from trainer.consistency.checks.structure import check_structure
+from trainer.consistency.checks.structure import Nats, check_structure
 from trainer.consistency.checks.tokens import sampled_runs
 from trainer.consistency.checks.versions import check_versions
 from trainer.consistency.dump.alignment import AlignedRow, align
@@ -176,7 +176,7 @@ class DumpReader:
         self,
         name: str,
         aligned: AlignedRow,
-        logprobs: NDArray[np.float32],
+        logprobs: Nats,
         spans: tuple[VersionSpan, ...],
         sampling: Mapping[SamplingKey, float],
     ) -> Trajectory:
@@ -187,7 +187,7 @@ class DumpReader:
             environment="dump",
             token_ids=aligned.token_ids.astype(np.int32),
             sampled=aligned.sampled,
-            rollout_logprobs=np.where(aligned.sampled, logprobs, np.float32(0)),
+            rollout_logprobs=np.where(aligned.sampled, logprobs, 0.0).astype(np.float32),
             version_spans=spans,
             turns=1,
             tag=_tag(self._settings.engine_dtype, sampling),

@@ -5,7 +5,7 @@ meant otherwise.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +107,7 @@ def trace_of(rows: list[list[list[int]] | None]) -> RoutingTrace | None:
         raise ValueError(f"got the shape {found.shape} in the rows that are there; expected {EXPERTS.expected}")
     covered = np.array([row is not None for row in rows], dtype=np.bool_)
     experts = np.zeros((len(rows), *found.shape[1:]), dtype=np.uint16)
-    whole = (found >= 0).all(axis=(1, 2))
+    whole = cast(NDArray[np.int64], found.min(axis=(1, 2))) >= 0
     experts[covered] = np.where(whole[:, None, None], found, 0)
     covered[covered] = whole
     return RoutingTrace(experts=experts, covered=covered)
