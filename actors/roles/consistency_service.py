@@ -20,7 +20,7 @@ class ConsistencyActor:
 
     def __init__(self, spec: FleetSpec, index: int) -> None:
         enter_process(f"consistency-{index}", spec.run_dir)
-        from trainer.consistency.service.auditor import build_auditor
+        from trainer.consistency.service.build import build_auditor
 
         self._auditor = build_auditor(
             model_dir=spec.model_dir,

@@ -5,20 +5,20 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from orchestrator.audit.options import AuditOptions
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import DumpSettings, columns_read
 from trainer.consistency.dump.report import DumpReport
-from trainer.types.evidence import Attribution, Finding, Severity
+from trainer.types.evidence import Attribution, CheckFinding, CheckSeverity
 
 _EXAMPLES = 3
 """Rows of a kind of finding that are told in full."""
 _POSITIONS = 16
 """Positions of a finding that are listed."""
-_ORDER = (Severity.FAIL, Severity.INCOMPLETE, Severity.WARN)
+_ORDER = (CheckSeverity.FAIL, CheckSeverity.INCOMPLETE, CheckSeverity.WARN)
 
 
 class Example(TypedDict):
@@ -57,12 +57,12 @@ class AuditDocument(TypedDict):
     engine_dtype: str
     sampling: dict[str, float]
     more_rows: bool
-    checked: dict[str, object]
+    checked: dict[str, Any]
     limits: dict[str, float]
     metrics: dict[str, float | None] | None
     findings: list[FindingKind]
-    attribution: dict[str, object] | None
-    routing: dict[str, object] | None
+    attribution: dict[str, Any] | None
+    routing: dict[str, Any] | None
 
 
 def audit_document(options: AuditOptions, settings: DumpSettings, report: DumpReport, more_rows: bool) -> AuditDocument:
@@ -80,12 +80,12 @@ def audit_document(options: AuditOptions, settings: DumpSettings, report: DumpRe
         columns={key: settings.columns.name(key) for key in columns_read(settings.layout)},
         dtype=options.dtype,
         engine_dtype=settings.engine_dtype,
-        sampling=cast(dict[str, float], settings.sampling),
+        sampling={str(key): value for key, value in settings.sampling.items()},
         more_rows=more_rows,
-        checked=cast(dict[str, object], asdict(report.counts)),
-        limits=cast(dict[str, float], report.limits.model_dump()),
-        metrics=None if report.metrics is None else cast(dict[str, float | None], asdict(report.metrics)),
-        findings=[*(_about_dump(finding) for finding in report.findings), *_by_kind(report.row_findings)],
+        checked=asdict(report.counts),
+        limits=report.limits.model_dump(),
+        metrics=None if report.metrics is None else asdict(report.metrics),
+        findings=[*(_kind(None, [(None, "", each)]) for each in report.findings), *_by_kind(report.row_findings)],
         attribution=None if report.attribution is None else _attribution(report.attribution, report.attributed_rows),
         routing=None if report.routing is None else _routing(report.routing),
     )
@@ -98,55 +98,44 @@ def document_json(document: AuditDocument) -> str:
 
 
 def _by_kind(findings: Sequence[RowFinding]) -> Iterable[FindingKind]:
-    kinds: dict[tuple[str, str, str, str], list[RowFinding]] = {}
+    kinds: dict[tuple[int, str, str, str], list[RowFinding]] = {}
     for each in findings:
         finding = each.finding
-        kinds.setdefault((finding.severity, finding.check, finding.code, each.column), []).append(each)
-    for key in sorted(kinds, key=lambda key: (_ORDER.index(Severity(key[0])), -len(kinds[key]), key)):
-        severity, check, code, column = key
+        kinds.setdefault((_ORDER.index(finding.severity), finding.check, finding.code, each.column), []).append(each)
+    for key in sorted(kinds, key=lambda key: (key[0], -len(kinds[key]), key)):
         found = sorted(kinds[key], key=lambda each: each.row)
-        yield FindingKind(
-            severity=str(severity),
-            check=str(check),
-            code=code,
-            column=column,
-            count=len(found),
-            rows=[each.row for each in found],
-            examples=[_example(each) for each in found[:_EXAMPLES]],
-        )
+        yield _kind(key[3], [(each.row, each.place, each.finding) for each in found])
 
 
-def _example(each: RowFinding) -> Example:
-    return Example(
-        row=each.row, place=each.place, detail=each.finding.detail, positions=list(each.finding.positions[:_POSITIONS])
-    )
-
-
-def _about_dump(finding: Finding) -> FindingKind:
-    example = Example(row=None, place="", detail=finding.detail, positions=[])
+def _kind(column: str | None, found: Sequence[tuple[int | None, str, CheckFinding]]) -> FindingKind:
+    """(row, place, finding) each, all of one kind."""
+    first = found[0][2]
     return FindingKind(
-        severity=str(finding.severity),
-        check=str(finding.check),
-        code=finding.code,
-        column=None,
-        count=1,
-        rows=[],
-        examples=[example],
+        severity=first.severity,
+        check=first.check,
+        code=first.code,
+        column=column,
+        count=len(found),
+        rows=[row for row, _, _ in found if row is not None],
+        examples=[
+            Example(row=row, place=place, detail=finding.detail, positions=list(finding.positions[:_POSITIONS]))
+            for row, place, finding in found[:_EXAMPLES]
+        ],
     )
 
 
-def _attribution(attribution: Attribution, rows: int) -> dict[str, object]:
+def _attribution(attribution: Attribution, rows: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "gap": attribution.gap,
-        "parts": [{"cause": str(cause), "nats": nats} for cause, nats in attribution.parts],
+        "parts": [{"cause": cause, "nats": nats} for cause, nats in attribution.parts],
         "residual": attribution.residual,
-        "first": str(attribution.first),
+        "first": attribution.first,
         "explained": attribution.explained,
     }
 
 
-def _routing(agreement: RoutingAgreement) -> dict[str, object]:
+def _routing(agreement: RoutingAgreement) -> dict[str, Any]:
     return {
         "rows_compared": agreement.num_rows,
         "coverage": agreement.coverage,
@@ -155,7 +144,7 @@ def _routing(agreement: RoutingAgreement) -> dict[str, object]:
         "token_any_mismatch": agreement.token_any_mismatch,
         "jaccard": agreement.jaccard,
         "gate_gap_mismatch": agreement.gate_gap_mismatch,
-        "block_mismatch": [float(value) for value in agreement.block_mismatch],
+        "block_mismatch": agreement.block_mismatch.tolist(),
     }
 
 

@@ -26,11 +26,10 @@ def audit_file(options: AuditOptions) -> int:
         UserError: the file, an option or the model cannot be used at all. What is wrong with a single row is in the
             report.
     """
-    top_k = None if options.top_k is None else float(options.top_k)
     sampling: dict[SamplingKey, float | None] = {
         "temperature": options.temperature,
         "top_p": options.top_p,
-        "top_k": top_k,
+        "top_k": options.top_k,
     }
     settings = dump_settings(options.layout, options.columns or [], sampling, options.engine_dtype or options.dtype)
     placed = read_rows(options.file, "FILE")

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 from trainer.consistency.checks.gap import check_drift
 from trainer.consistency.service.report import ReplicaGap
-from trainer.types.evidence import Finding
+from trainer.types.evidence import CheckFinding
 
 WINDOW_VERSIONS = 50
 """Newest versions that the line is fitted to."""
@@ -21,7 +21,7 @@ class GapDrift:
         self._incarnations: dict[int, int] = {}
         self._told: set[int] = set()
 
-    def take(self, gap: ReplicaGap, incarnation: int) -> Finding | None:
+    def take(self, gap: ReplicaGap, incarnation: int) -> CheckFinding | None:
         """Note an audit; the finding when a drift begins. Audits of one version count as one reading, by their tokens;
         a new incarnation starts anew."""
         if not gap.num_tokens:
@@ -38,7 +38,7 @@ class GapDrift:
             readings.popitem(last=False)
         return self._fresh(gap.replica, _drift(readings))
 
-    def _fresh(self, replica: int, found: Finding | None) -> Finding | None:
+    def _fresh(self, replica: int, found: CheckFinding | None) -> CheckFinding | None:
         if found is None:
             self._told.discard(replica)
             return None
@@ -48,7 +48,7 @@ class GapDrift:
         return found
 
 
-def _drift(readings: OrderedDict[int, tuple[float, int]]) -> Finding | None:
+def _drift(readings: OrderedDict[int, tuple[float, int]]) -> CheckFinding | None:
     if len(readings) < LEAST_VERSIONS:
         return None
     return next(iter(check_drift([mean for mean, _ in readings.values()], list(map(float, readings)))), None)

@@ -6,8 +6,10 @@ A gap that says that a replica computes with other weights ends that incarnation
 import json
 import math
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+
+from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.dispatch.book import Book
 from orchestrator.loop.gap_drift import GapDrift
@@ -17,10 +19,17 @@ from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
 from rollout.errors import UserError, boundary
 from trainer.consistency.checks.gap import NOISE_FLOOR_NATS, GapBaseline
 from trainer.consistency.service.report import ReplicaGap
-from trainer.types.evidence import Attribution, Cause, Check, Severity
+from trainer.types.evidence import Attribution, Check, CheckSeverity, GapCause
 
-_CAUSES = {Check.STRUCTURE: Cause.TOKENIZER, Check.TOKENIZER: Cause.TOKENIZER, Check.VERSION: Cause.VERSION_TAG}
+_CAUSES = {
+    Check.STRUCTURE: GapCause.TOKENIZER,
+    Check.TOKENIZER: GapCause.TOKENIZER,
+    Check.VERSION: GapCause.VERSION_TAG,
+}
 """The cause of a check that failed without a gap to attribute."""
+
+
+_BASELINES = TypeAdapter(list[GapBaseline], config=ConfigDict(extra="forbid"))
 
 
 class Baselines:
@@ -29,8 +38,8 @@ class Baselines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with boundary(UserError, f"cannot read {path} (move it away: the replicas' gaps are measured anew)"):
-            stored = cast("list[dict[str, str | int | float]]", json.loads(path.read_text()) if path.exists() else [])
-            self._baselines = {baseline.replica: baseline for baseline in map(GapBaseline.from_json, stored)}
+            stored = _BASELINES.validate_json(path.read_bytes()) if path.exists() else []
+            self._baselines = {baseline.replica: baseline for baseline in stored}
 
     def get(self, replica: int) -> GapBaseline | None:
         """None before it was measured."""
@@ -43,7 +52,7 @@ class Baselines:
     def set(self, baseline: GapBaseline) -> None:
         """Keep the first measurement of a replica."""
         self._baselines[baseline.replica] = baseline
-        write_atomic(self._path, json.dumps([each.to_json() for each in self._baselines.values()], indent=2) + "\n")
+        write_atomic(self._path, json.dumps([asdict(each) for each in self._baselines.values()], indent=2) + "\n")
 
 
 class GapWatch(Observer):
@@ -75,7 +84,7 @@ class GapWatch(Observer):
         await self._record(
             replica=failure.slot,
             policy=failure.policy.key,
-            cause=Cause.WEIGHT_SYNC,
+            cause=GapCause.WEIGHT_SYNC,
             gap_nats=gap if math.isfinite(gap) else None,
             explained=1.0 - own / gap if gap > own else 0.0,
             codes="canary",
@@ -95,10 +104,10 @@ class GapWatch(Observer):
         await self._judge(gap, incarnation)
 
     async def _judge(self, gap: ReplicaGap, incarnation: int) -> None:
-        failed = [finding for finding in gap.findings if finding.severity is Severity.FAIL]
+        failed = [finding for finding in gap.findings if finding.severity is CheckSeverity.FAIL]
         if not failed and gap.attribution is None:
             return
-        cause = gap.attribution.first if gap.attribution is not None else _CAUSES.get(failed[0].check, Cause.UNKNOWN)
+        cause = gap.attribution.first if gap.attribution is not None else _CAUSES.get(failed[0].check, GapCause.UNKNOWN)
         await self._record(
             replica=gap.replica,
             policy=gap.newest.key,
@@ -109,11 +118,11 @@ class GapWatch(Observer):
             detail=failed[0].detail if failed else "",
             **({} if gap.attribution is None else _parts(gap.attribution)),
         )
-        if cause is Cause.WEIGHT_SYNC and failed:
+        if cause is GapCause.WEIGHT_SYNC and failed:
             reason = f"its log-probs are {gap.mean_abs:.3g} nats a token away from the trainer's: weight_sync"
             await self._lifecycle.fail(gap.replica, incarnation, reason)
 
-    async def _record(self, *, cause: Cause, **fields: str | int | float | None) -> None:
+    async def _record(self, *, cause: GapCause, **fields: str | int | float | None) -> None:
         self.findings[str(cause)] += 1
         await self._book.store.record_event("consistency_finding", {"cause": str(cause), **fields})
 
@@ -153,7 +162,7 @@ class GapWatch(Observer):
                 "replica": gap.replica,
                 "policy": gap.newest.key,
                 "coverage": now.coverage,
-                "hollow_cells": now.hollow_cells,
+                "hollow_cells": int(now.hollow_cells.sum()),
                 "codes": codes,
             }
             await self._book.store.record_event("routing_incomplete", {**fields})
@@ -163,5 +172,5 @@ def _parts(attribution: Attribution) -> dict[str, float]:
     """What each cause explains and what is left, as fields that add up to the gap."""
     return {
         **{f"{cause}_nats": nats for cause, nats in attribution.parts},
-        f"{Cause.UNKNOWN}_nats": attribution.residual,
+        f"{GapCause.UNKNOWN}_nats": attribution.residual,
     }

@@ -20,7 +20,7 @@ from orchestrator.metrics.types import (
     step_column,
 )
 from trainer.consistency.service.report import ReplicaGap, RoutingFacts
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES
 from trainer.types.step import Verdict
 
@@ -51,7 +51,7 @@ CAUSES = (
     "low_probability_tail",
     "unknown",
 )
-"""Values of `trainer.types.evidence.Cause`."""
+"""Values of `trainer.types.evidence.GapCause`."""
 DRIFTS = ("special_token_count", "special_token_type", "non_assistant_text", "assistant_text")
 """Values of `trainer.consistency.checks.structure.DriftKind`."""
 STALENESS_EDGES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
@@ -98,11 +98,11 @@ def _statistics(gap: ReplicaGap) -> dict[str, float]:
 
 def attributed(gap: ReplicaGap) -> dict[str, float]:
     """Nats by cause, all of them; what no cause explains is `unknown`."""
-    nats = {str(cause): 0.0 for cause in Cause}
+    nats = {str(cause): 0.0 for cause in GapCause}
     if gap.attribution is not None:
         for cause, part in gap.attribution.parts:
             nats[cause] += part
-        nats[Cause.UNKNOWN] += gap.attribution.residual
+        nats[GapCause.UNKNOWN] += gap.attribution.residual
     return nats
 
 

@@ -20,7 +20,7 @@ ORDER = {
         "config types algorithms batching model tiny loss optim consistency checkpointing gradloc weights planted step "
         "replay"
     ),
-    "trainer.consistency": "checks metrics scoring attribution service dump",
+    "trainer.consistency": "checks scoring attribution service dump",
     "actors": "config preflight ports spec cluster calls stacks places process roles ray_fleet",
     "orchestrator": (
         "config deadlines metrics run_dir observers replicas weight_sync dispatch audit doctor exporters report loop "

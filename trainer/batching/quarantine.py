@@ -9,9 +9,9 @@ import numpy as np
 from trainer.types.evidence import (
     AuditedGroup,
     Check,
-    Finding,
+    CheckFinding,
+    CheckSeverity,
     GroupEvidence,
-    Severity,
     TrajectoryEvidence,
     encode_evidence,
 )
@@ -100,9 +100,9 @@ def _unscored(group: AuditedGroup) -> GroupEvidence:
 
 def _out(evidence: TrajectoryEvidence, culprits: Sequence[Culprit]) -> TrajectoryEvidence:
     detail = f"its gradient had norm {max(culprit.norm for culprit in culprits):.3g}"
-    finding = Finding(
+    finding = CheckFinding(
         check=Check.GRADIENT,
-        severity=Severity.FAIL,
+        severity=CheckSeverity.FAIL,
         code=CODE,
         detail=detail,
         positions=tuple(culprit.position for culprit in culprits),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.engines.torch.moe_routers import expert_counts, find_routers
 from rollout.errors import UserError
-from trainer.consistency.checks.routing import FlatRouting, flat_routing
+from trainer.consistency.checks.routing import AnyExperts, flat_routing
 from trainer.model.policy_model import PolicyModel
 from trainer.model.routing_replay import RoutingReplay
 from trainer.types.step import MicroBatch
@@ -48,29 +48,15 @@ class BatchReplay:
             UserError: a trace has other blocks or another top_k, so engine and trainer run different models; or the
                 routers' gates are no softmax.
         """
-        flat = self._laid_out(micro)
-        with self._hooks.using(_tensor(flat.experts), _tensor(flat.covered)):
-            yield flat.num_expected, int(np.count_nonzero(flat.covered))
-
-    def _laid_out(self, micro: MicroBatch) -> FlatRouting:
-        """Rows in the order of the model's inputs: the last column of a micro-batch predicts nothing and is not among
-        them."""
-        for trajectory_id, trace in zip(micro.trajectory_ids, micro.routing, strict=True):
-            if trace is not None and trace.experts.shape[1:] != self._cell:
-                raise UserError(
-                    f"trajectory {trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, "
-                    f"{self._cell[0]} blocks, top_k {self._cell[1]}]: engine and trainer run different models, or the "
-                    "engine reports other blocks; turn trainer.replay_routing off"
-                )
-        rows, width = micro.token_ids.shape
-        whole = flat_routing(micro.routing, micro.lengths, width=width, num_experts=self._num_experts, cell=self._cell)
-        return FlatRouting(
-            experts=whole.experts.reshape(rows, width, *self._cell)[:, :-1].reshape(-1, *self._cell),
-            covered=whole.covered.reshape(rows, width)[:, :-1].reshape(-1),
-            num_expected=whole.num_expected,
-            num_hollow=whole.num_hollow,
+        experts, covered = flat_routing(
+            list(zip(micro.trajectory_ids, micro.routing, strict=True)),
+            width=micro.token_ids.shape[1] - 1,
+            num_experts=self._num_experts,
+            cell=self._cell,
         )
+        with self._hooks.using(_tensor(experts), _tensor(covered)):
+            yield sum(max(length - 1, 0) for length in micro.lengths), int(np.count_nonzero(covered))
 
 
-def _tensor(array: NDArray[np.uint8] | NDArray[np.int32] | NDArray[np.bool_]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))  # pyright: ignore[reportUnknownMemberType]
+def _tensor(array: AnyExperts | NDArray[np.bool_]) -> Tensor:
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

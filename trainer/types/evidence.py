@@ -1,17 +1,17 @@
 """What the service finds about a trajectory, and its binary form: an annotation that the store keeps with the group.
-Numpy only.
+Torch-free.
 
 A finding says what was checked and what came out; the verdict follows from the findings; the attribution says which
 causes explain the gap, in nats.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from rollout.errors import ConcordError, boundary
 from rollout.types.codec import decode
@@ -24,7 +24,7 @@ ANNOTATION_KIND = "verdict"
 _MAGIC = b"CEV1"
 
 
-class Cause(StrEnum):
+class GapCause(StrEnum):
     """Why engine and trainer differ, in the order in which causes are tried."""
 
     TOKENIZER = "tokenizer"
@@ -68,7 +68,7 @@ class Check(StrEnum):
     """What the trainer's gradient search found."""
 
 
-class Severity(StrEnum):
+class CheckSeverity(StrEnum):
     """How bad a finding is."""
 
     INCOMPLETE = "incomplete"
@@ -80,17 +80,34 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One result of a check that was not fine."""
 
     check: Check
-    severity: Severity
+    severity: CheckSeverity
     code: str
-    """Short and stable, such as `prefix_broken`; a label, never an id."""
+    """Short and stable, such as `doubled_bos`; a label, never an id."""
     detail: str
     """Got, expected, in words."""
     positions: tuple[int, ...] = ()
     """Tokens that it is about; empty: the whole trajectory."""
+
+    @classmethod
+    def open_question(
+        cls, code: str, detail: str, positions: tuple[int, ...] = (), check: Check = Check.EVIDENCE
+    ) -> "CheckFinding":
+        """Something could not be checked."""
+        return cls(check=check, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail, positions=positions)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trajectory must not be trained on as it is."""
+        return self.severity is CheckSeverity.FAIL
+
+    @property
+    def breaks_tokens(self) -> bool:
+        """Whether it failed by other tokens or a broken structure, which no weight repairs."""
+        return self.failed and self.check in (Check.STRUCTURE, Check.TOKENIZER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +115,16 @@ class Attribution:
     """Which causes explain a gap. `sum(parts) + residual = gap`, in nats: mean |d| over the tokens in question."""
 
     gap: float
-    parts: tuple[tuple[Cause, float], ...]
+    parts: tuple[tuple[GapCause, float], ...]
     """In the order in which they were tried; only causes that explain something."""
     residual: float
     """What no cause explains."""
 
     @property
-    def first(self) -> Cause:
+    def first(self) -> GapCause:
         """The cause that explains most; `unknown` when the residual is larger than every part."""
-        best = max(self.parts, key=lambda part: part[1], default=(Cause.UNKNOWN, 0.0))
-        return best[0] if best[1] >= self.residual else Cause.UNKNOWN
+        best = max(self.parts, key=lambda part: part[1], default=(GapCause.UNKNOWN, 0.0))
+        return best[0] if best[1] >= self.residual else GapCause.UNKNOWN
 
     @property
     def explained(self) -> float:
@@ -127,7 +144,7 @@ class TrajectoryEvidence:
     verdict: Verdict
     masked: NDArray[np.bool_]
     """[T] tokens that leave the loss (verdict mask only)."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
     attribution: Attribution | None = None
     suspects: tuple[int, ...] = ()
     """Positions that GradLoc should look at first."""
@@ -142,7 +159,7 @@ class TrajectoryEvidence:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Codes of the findings that failed, in order, once each."""
-        return tuple(dict.fromkeys(f.code for f in self.findings if f.severity is Severity.FAIL))
+        return tuple(dict.fromkeys(f.code for f in self.findings if f.failed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,6 +190,29 @@ class AuditedGroup:
             raise ValueError(f"group {self.group.dispatch_id}: its evidence is about {audited}; expected {wanted}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One trajectory in the header of encoded evidence."""
+
+    id: str
+    size: int
+    verdict: Verdict
+    suspects: tuple[int, ...]
+    findings: tuple[CheckFinding, ...]
+    attribution: Attribution | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    dispatch_id: str
+    replica: int
+    policies: tuple[str, ...]
+    trajectories: tuple[_Row, ...]
+
+
+_HEADER = TypeAdapter(_Header)
+
+
 def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
     """A stored group and its newest verdict annotation (empty: not scored), decoded.
 
@@ -185,14 +225,24 @@ def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
 def encode_evidence(evidence: GroupEvidence) -> bytes:
     """Magic, length of the JSON header, header, then the float32 log-probs and the bit-packed masks of all
     trajectories."""
-    rows = [_row(trajectory) for trajectory in evidence.trajectories]
-    document = {
-        "dispatch_id": evidence.dispatch_id,
-        "replica": evidence.replica,
-        "policies": [policy.key for policy in evidence.policies],
-        "trajectories": rows,
-    }
-    header = json.dumps(document, separators=(",", ":")).encode()
+    rows = [
+        _Row(
+            id=trajectory.trajectory_id,
+            size=trajectory.scored.size,
+            verdict=trajectory.verdict,
+            suspects=trajectory.suspects,
+            findings=trajectory.findings,
+            attribution=trajectory.attribution,
+        )
+        for trajectory in evidence.trajectories
+    ]
+    document = _Header(
+        dispatch_id=evidence.dispatch_id,
+        replica=evidence.replica,
+        policies=tuple(policy.key for policy in evidence.policies),
+        trajectories=tuple(rows),
+    )
+    header = json.dumps(asdict(document), separators=(",", ":")).encode()
     logprobs = np.concatenate([t.behaviour_logprobs for t in evidence.trajectories]).astype("<f4")
     scored, masked = (
         np.packbits(np.concatenate(columns))
@@ -214,73 +264,30 @@ def decode_evidence(payload: bytes) -> GroupEvidence:
         )
     with boundary(ConcordError, "evidence is damaged"):
         size = int.from_bytes(payload[4:8], "little")
-        header = cast(dict[str, Any], json.loads(payload[8 : 8 + size]))
-        lengths: list[int] = [row["size"] for row in header["trajectories"]]
+        header = _HEADER.validate_json(payload[8 : 8 + size])
+        lengths = [row.size for row in header.trajectories]
         total, at = sum(lengths), 8 + size
+        packed, ends = -(-total // 8), np.cumsum(lengths).tolist()
         logprobs = np.frombuffer(payload, dtype="<f4", count=total, offset=at)
-        packed = -(-total // 8)
-        scored = np.unpackbits(np.frombuffer(payload, np.uint8, packed, at + 4 * total), count=total).astype(np.bool_)
-        masked = np.unpackbits(np.frombuffer(payload, np.uint8, packed, at + 4 * total + packed), count=total).astype(
-            np.bool_
+        scored, masked = (
+            np.unpackbits(np.frombuffer(payload, np.uint8, packed, start), count=total).astype(np.bool_)
+            for start in (at + 4 * total, at + 4 * total + packed)
         )
-        ends = np.cumsum(lengths).tolist()
-        slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         return GroupEvidence(
-            dispatch_id=header["dispatch_id"],
-            replica=header["replica"],
-            policies=tuple(PolicyVersion.parse(key) for key in header["policies"]),
+            dispatch_id=header.dispatch_id,
+            replica=header.replica,
+            policies=tuple(PolicyVersion.parse(key) for key in header.policies),
             trajectories=tuple(
-                _trajectory(row, logprobs[part], scored[part], masked[part])
-                for row, part in zip(header["trajectories"], slices, strict=True)
+                TrajectoryEvidence(
+                    trajectory_id=row.id,
+                    scored=scored[end - row.size : end],
+                    behaviour_logprobs=logprobs[end - row.size : end],
+                    verdict=row.verdict,
+                    masked=masked[end - row.size : end],
+                    findings=row.findings,
+                    attribution=row.attribution,
+                    suspects=row.suspects,
+                )
+                for row, end in zip(header.trajectories, ends, strict=True)
             ),
         )
-
-
-def _row(evidence: TrajectoryEvidence) -> dict[str, Any]:
-    attribution = evidence.attribution
-    return {
-        "id": evidence.trajectory_id,
-        "size": evidence.scored.size,
-        "verdict": evidence.verdict,
-        "suspects": evidence.suspects,
-        "findings": [
-            {field.name: getattr(finding, field.name) for field in fields(finding)} for finding in evidence.findings
-        ],
-        "attribution": (
-            None
-            if attribution is None
-            else {"gap": attribution.gap, "parts": attribution.parts, "residual": attribution.residual}
-        ),
-    }
-
-
-def _trajectory(
-    row: dict[str, Any], logprobs: NDArray[np.float32], scored: NDArray[np.bool_], masked: NDArray[np.bool_]
-) -> TrajectoryEvidence:
-    attribution = row["attribution"]
-    return TrajectoryEvidence(
-        trajectory_id=row["id"],
-        scored=scored,
-        behaviour_logprobs=logprobs,
-        verdict=Verdict(row["verdict"]),
-        masked=masked,
-        findings=tuple(_finding(finding) for finding in row["findings"]),
-        attribution=None if attribution is None else _attribution(attribution),
-        suspects=tuple(row["suspects"]),
-    )
-
-
-def _finding(row: dict[str, Any]) -> Finding:
-    return Finding(
-        check=Check(row["check"]),
-        severity=Severity(row["severity"]),
-        code=row["code"],
-        detail=row["detail"],
-        positions=tuple(row["positions"]),
-    )
-
-
-def _attribution(row: dict[str, Any]) -> Attribution:
-    return Attribution(
-        gap=row["gap"], parts=tuple((Cause(cause), nats) for cause, nats in row["parts"]), residual=row["residual"]
-    )

@@ -16,7 +16,7 @@ from trainer.consistency.attribution.attribution import attribute
 from trainer.consistency.attribution.inquiry import AttributionFacts
 from trainer.consistency.checks.gap import GapBaseline
 from trainer.consistency.scoring.protocols import ScoreOptions
-from trainer.types.evidence import Attribution, Cause, Check, Finding, Severity
+from trainer.types.evidence import Attribution, Check, CheckFinding, CheckSeverity, GapCause
 
 V = [PolicyVersion(1, version) for version in range(6)]
 LIMITS = GapLimits(mean_abs_warn=0.02, mean_abs_fail=0.05, k3_warn=1e-3, k3_fail=1e-2)
@@ -65,7 +65,7 @@ def ask(
     return found
 
 
-def parts(found: Attribution) -> dict[Cause, Any]:
+def parts(found: Attribution) -> dict[GapCause, Any]:
     return {cause: pytest.approx(nats, abs=1e-6) for cause, nats in found.parts}
 
 
@@ -73,5 +73,5 @@ def baseline(mean_abs: float, f2: float = 0.0) -> GapBaseline:
     return GapBaseline(engine="scripted", replica=0, mean_abs=mean_abs, k3=mean_abs**2, f2=f2, tokens=1000)
 
 
-def failed(check: Check, severity: Severity = Severity.FAIL) -> Finding:
-    return Finding(check=check, severity=severity, code="planted", detail="planted")
+def failed(check: Check, severity: CheckSeverity = CheckSeverity.FAIL) -> CheckFinding:
+    return CheckFinding(check=check, severity=severity, code="planted", detail="planted")

@@ -9,7 +9,8 @@ from rollout.types.trajectory import Trajectory
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.scoring.protocols import ScoreOptions
-from trainer.consistency.service.auditor import AuditedRun, Auditor, PromptReader
+from trainer.consistency.service.auditor import AuditedRun, Auditor
+from trainer.consistency.service.prompts import PromptReader
 from trainer.model.model_dir import ModelFacts
 
 
@@ -20,7 +21,7 @@ class ScriptedScorer:
     def __init__(self, shift: Callable[[Trajectory, ScoreOptions], float] = lambda trajectory, options: 0.0) -> None:
         self._shift = shift
         self.held: dict[str, str] = {"v0": ""}
-        self.held_bytes = 0
+        self.held_bytes = self.scored_tokens = 0
         self.asked: list[ScoreOptions] = []
         self.agree: Callable[[Trajectory], RoutingAgreement | None] = lambda trajectory: None
         """How far a trajectory's routing agrees."""
@@ -32,6 +33,7 @@ class ScriptedScorer:
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
         self.asked.append(options)
+        self.scored_tokens += sum(t.token_ids.size for t in trajectories)
         return [
             np.where(t.sampled, t.rollout_logprobs + np.float32(self._shift(t, options)), np.float32(0)).astype(
                 np.float32

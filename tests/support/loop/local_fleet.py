@@ -38,7 +38,8 @@ from rollout.types.protocols import Engine, EngineLoad, Store
 from rollout.types.trajectory import EngineTag, Reward, Trajectory
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.checkpointing.checkpoints import CheckpointState
-from trainer.consistency.service.auditor import Auditor, build_auditor
+from trainer.consistency.service.auditor import Auditor
+from trainer.consistency.service.build import build_auditor
 from trainer.consistency.service.report import AuditContext, AuditReport
 from trainer.step.build import TrainerRank
 from trainer.types.step import StepReport, StepRequest

@@ -21,10 +21,11 @@ from rollout.published.number_formats import rounded_to_bf16
 from rollout.types.trajectory import Trajectory, VersionSpan
 from trainer.config.consistency import GapLimits
 from trainer.consistency.attribution.inquiry import ROUNDED_NATS, Answer, AttributionFacts, Inquiry
-from trainer.consistency.checks.gap import TAIL_NATS, tail_is_high
+from trainer.consistency.checks.gap import tail_is_high
+from trainer.consistency.checks.mismatch import TAIL_NATS
 from trainer.consistency.checks.tokens import is_later
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
-from trainer.types.evidence import Attribution, Cause, Check, Severity
+from trainer.types.evidence import Attribution, GapCause
 
 CLOSED_SHARE = 0.8
 """Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so
@@ -40,7 +41,6 @@ only behind it."""
 VERSION_OFFSETS = (-1, 1, -2, 2)
 UNDECLARED_TOP_P = (0.95, 0.9, 0.8, 0.99)
 """Nuclei that are in use; an engine that truncates without saying so does it at one of them."""
-DEFAULT_MAX_TOKENS = 16384
 _DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -54,7 +54,7 @@ def attribute(
     rescorer: Rescorer,
     limits: GapLimits,
     *,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
+    max_tokens: int = 16384,
     behaviour: Sequence[NDArray[np.float32]] | None = None,
 ) -> Attribution | None:
     """Split mean |log pi_beh - log pi_rollout| over the scored sampled tokens into causes and a residual that nobody
@@ -95,9 +95,8 @@ def attribute(
     inquiry = Inquiry(chosen, facts, rescorer, limits, scores)
     if inquiry.now.values.size == 0:
         return None
-    broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in facts.structure)
-    if broken:
-        return Attribution(gap=inquiry.gap, parts=((Cause.TOKENIZER, inquiry.gap),), residual=0.0)
+    if any(finding.breaks_tokens for finding in facts.structure):
+        return Attribution(gap=inquiry.gap, parts=((GapCause.TOKENIZER, inquiry.gap),), residual=0.0)
     if inquiry.gap <= inquiry.floor and not _has_tail(inquiry):
         return None
     if not (_retokenized(inquiry) or _semantics(inquiry) or _identity(inquiry)):
@@ -123,7 +122,7 @@ def _retokenized(inquiry: Inquiry) -> bool:
         or gaps[later].mean() <= BOUNDARY_FACTOR * (gaps[~later].mean() if not later.all() else 0.0)
     ):
         return False
-    return inquiry.keep(Cause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
+    return inquiry.keep(GapCause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
 
 
 def _semantics(inquiry: Inquiry) -> bool:
@@ -136,39 +135,39 @@ def _semantics(inquiry: Inquiry) -> bool:
         candidates.append(replace(base, truncate=False))
     if any(tag.temperature != 1.0 for tag in tags):
         candidates.append(replace(base, temperature=1.0, truncate=not truncated))
-    if inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
+    if inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
         return True
     undeclared = (
         () if truncated or not inquiry.raised() else tuple(replace(base, top_p=top_p) for top_p in UNDECLARED_TOP_P)
     )
-    return inquiry.keep(Cause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _identity(inquiry: Inquiry) -> bool:
     """Other weights than the log says: the replica's fault, or the log's."""
     facts = inquiry.facts
-    if facts.digest_differs or not facts.canary_gap <= facts.canary_tolerance:
+    if not facts.canary_gap <= facts.canary_tolerance:
         return inquiry.explain(
-            Cause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
+            GapCause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
         )
     newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
     candidates = [
         replace(inquiry.now.options, version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0
     ]
-    return inquiry.keep(Cause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
+    return inquiry.keep(GapCause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _routing(inquiry: Inquiry) -> None:
     if not inquiry.now.options.replay_routing and any(
         t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories
     ):
-        inquiry.keep(Cause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
+        inquiry.keep(GapCause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
 
 
 def _precision(inquiry: Inquiry) -> None:
     """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the
     weights."""
-    if inquiry.keep(Cause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
+    if inquiry.keep(GapCause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
         return
     options, tag = inquiry.now.options, inquiry.trajectories[0].tag
     declared = _DTYPES.get(tag.weights_dtype)
@@ -179,7 +178,7 @@ def _precision(inquiry: Inquiry) -> None:
     candidates.pop(options, None)
     best = inquiry.best(candidates, CLOSED_SHARE)
     if best is not None:
-        inquiry.keep(Cause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
+        inquiry.keep(GapCause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
 
 
 def _rounded(inquiry: Inquiry, answer: Answer) -> Answer | None:
@@ -207,7 +206,7 @@ def _stale_kv(inquiry: Inquiry) -> None:
         asked = [_kept_from(trajectory, begin) for trajectory, begin in zip(inquiry.trajectories, begins, strict=True)]
         kept = inquiry.ask(replace(now.options, keep_kv=True), asked)
         inquiry.keep(
-            Cause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE
+            GapCause.STALE_KV, inquiry.answer(kept.options, np.where(behind, kept.values, now.values)), KEPT_SHARE
         )
 
 
@@ -257,5 +256,5 @@ def _tail(inquiry: Inquiry) -> None:
     """A few tokens carry the gap, and the mean over all of them is fine."""
     if inquiry.gap <= inquiry.limits.mean_abs_warn and _has_tail(inquiry):
         inquiry.explain(
-            Cause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean())
+            GapCause.LOW_PROBABILITY_TAIL, float(np.where(inquiry.now.gaps > TAIL_NATS, inquiry.now.gaps, 0.0).mean())
         )

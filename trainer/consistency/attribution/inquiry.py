@@ -18,7 +18,7 @@ from trainer.config.consistency import GapLimits
 from trainer.consistency.checks.gap import GapBaseline, gap_floor
 from trainer.consistency.checks.tokens import ThroughText, other_prefixes, placed_back
 from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
-from trainer.types.evidence import Attribution, Cause, Finding
+from trainer.types.evidence import Attribution, CheckFinding, GapCause
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -35,10 +35,8 @@ finite."""
 class AttributionFacts:
     """What is known beside the log-probs."""
 
-    structure: tuple[Finding, ...] = ()
+    structure: tuple[CheckFinding, ...] = ()
     """Findings about structure and tokenizer; one that failed explains everything."""
-    digest_differs: bool = False
-    """The replica's weights digest is not the published one."""
     canary_gap: float = 0.0
     """Mean |d| of the replica's answer to the canary, nats; NaN or infinity: no usable answer."""
     canary_tolerance: float = math.inf
@@ -85,7 +83,7 @@ class Inquiry:
         values = self.select(behaviour)
         self.now = Answer(options=facts.options, values=values, gaps=_gaps(values, self._log))
         self.gap = self.now.left if values.size else 0.0
-        self._parts: list[tuple[Cause, float]] = []
+        self._parts: list[tuple[GapCause, float]] = []
 
     def select(self, rows: Iterable[NDArray[_Scalar]]) -> NDArray[_Scalar]:
         """[n] the tokens in question out of one [T] a trajectory."""
@@ -184,7 +182,7 @@ class Inquiry:
         above = self._log.astype(np.float64) - self.now.values.astype(np.float64) > -ROUNDED_NATS
         return bool(above.mean() >= RAISED_SHARE)
 
-    def keep(self, cause: Cause, answer: Answer | None, share: float) -> bool:
+    def keep(self, cause: GapCause, answer: Answer | None, share: float) -> bool:
         """Accept an answer that closes at least this share of the whole gap; later questions are asked under its
         options."""
         if answer is None or not self.explain(cause, self.closes(answer), share):
@@ -192,7 +190,7 @@ class Inquiry:
         self.now = answer
         return True
 
-    def explain(self, cause: Cause, nats: float, share: float = 0.0) -> bool:
+    def explain(self, cause: GapCause, nats: float, share: float = 0.0) -> bool:
         """Whether this is an explanation; then it is noted."""
         if nats <= 0.0 or nats < share * self.gap:
             return False

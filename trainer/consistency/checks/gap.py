@@ -8,20 +8,19 @@ less like a healthier policy; neither is health.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.consistency import GapLimits
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.consistency.checks.mismatch import TAIL_NATS, ess_fraction, estimator_k3, inside
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 NOISE_FLOOR_NATS = 1e-6
 """A baseline below this counts as this: float32 sums in another order differ as much, and three times nothing is no
 bound."""
-TAIL_NATS = math.log(2.0)
-"""|d| of a token whose ratio is outside [1/2, 2]: the tail, whose share is F(2)."""
 TAIL_SHARE = 1e-3
 """F(2) above this is high. Rounding puts next to no token there: vLLM in bf16 stayed below 0.15 nats on every one of
 128 tokens."""
@@ -69,31 +68,6 @@ class GapBaseline:
                 " tokens and finite numbers"
             )
 
-    def to_json(self) -> dict[str, str | int | float]:
-        """A dict of JSON values, read back by `from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, str | int | float]) -> "GapBaseline":
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: a field is missing, unknown, or holds what it cannot.
-        """
-        expected = {"engine", "replica", "mean_abs", "k3", "f2", "tokens"}
-        if set(document) != expected:
-            raise ValueError(
-                f"baseline has the fields {sorted(document)}; expected {sorted(expected)}: measure it again"
-            )
-        return cls(
-            engine=str(document["engine"]),
-            replica=int(document["replica"]),
-            mean_abs=float(document["mean_abs"]),
-            k3=float(document["k3"]),
-            f2=float(document["f2"]),
-            tokens=int(document["tokens"]),
-        )
-
 
 def gap_summary(
     train: Sequence[NDArray[np.float32]], rollout: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]
@@ -110,34 +84,21 @@ def gap_summary(
     Raises:
         ValueError: lengths differ, or a token of the mask is not a number.
     """
-    rows = [_differences(t, r, m) for t, r, m in zip(train, rollout, masks, strict=True)]
-    d = np.concatenate(rows) if rows else np.zeros(0)
+    d = inside("train log-probs", train, masks) - inside("rollout log-probs", rollout, masks)
+    if np.isnan(d).any():
+        raise ValueError(
+            f"{int(np.isnan(d).sum())} tokens of the mask have no log-prob (NaN); expected only tokens that were scored"
+        )
     if d.size == 0:
         return GapSummary(mean_abs=0.0, k3=0.0, ess=1.0, f2=0.0, num_tokens=0)
     with np.errstate(over="ignore"):
-        k3 = np.where(np.isfinite(d), np.expm1(d) - d, np.inf)
+        k3 = float(estimator_k3(d).mean())
     return GapSummary(
         mean_abs=float(np.abs(d).mean()),
-        k3=float(k3.mean()),
-        ess=_ess(d),
+        k3=k3,
+        ess=ess_fraction(d),
         f2=float((np.abs(d) > TAIL_NATS).mean()),
         num_tokens=int(d.size),
-    )
-
-
-def baseline_of(engine: str, replica: int, summary: GapSummary) -> GapBaseline:
-    """The baseline that a measurement at step 0 gives.
-
-    Raises:
-        ValueError: nothing was measured, or the gap is infinite.
-    """
-    return GapBaseline(
-        engine=engine,
-        replica=replica,
-        mean_abs=summary.mean_abs,
-        k3=summary.k3,
-        f2=summary.f2,
-        tokens=summary.num_tokens,
     )
 
 
@@ -183,7 +144,11 @@ def gap_floor(limits: GapLimits, baseline: GapBaseline | None) -> float:
     whichever is lower."""
     if baseline is None:
         return limits.mean_abs_warn
-    return min(limits.mean_abs_warn, limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS))
+    return min(limits.mean_abs_warn, _baseline_bound(limits, baseline))
+
+
+def _baseline_bound(limits: GapLimits, baseline: GapBaseline) -> float:
+    return limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS)
 
 
 def tail_is_high(f2: float, limits: GapLimits, baseline: GapBaseline | None) -> bool:
@@ -191,147 +156,82 @@ def tail_is_high(f2: float, limits: GapLimits, baseline: GapBaseline | None) -> 
     return f2 > max(TAIL_SHARE, 0.0 if baseline is None else limits.baseline_multiple * baseline.f2)
 
 
-def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> tuple[Finding, ...]:
+def check_gap(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> tuple[CheckFinding, ...]:
     """The gap against its ceilings and against the run's own baseline, which do not excuse each other. Above a ceiling
     to fail it fails; all else warns.
 
     A gap over no token at all is incomplete, not fine.
     """
+    return tuple(_gap_findings(metrics, limits, baseline))
+
+
+def _gap_findings(metrics: GapSummary, limits: GapLimits, baseline: GapBaseline | None) -> Iterator[CheckFinding]:
     if metrics.num_tokens == 0:
-        return (
-            Finding(
-                check=Check.EVIDENCE,
-                severity=Severity.INCOMPLETE,
-                code="nothing_scored",
-                detail="got no scored token; expected at least one",
-            ),
+        yield CheckFinding.open_question("nothing_scored", "got no scored token; expected at least one")
+        return
+    readings = (
+        ("gap_mean", "mean |d|", metrics.mean_abs, limits.mean_abs_warn, limits.mean_abs_fail),
+        ("gap_k3", "k3", metrics.k3, limits.k3_warn, limits.k3_fail),
+    )
+    for code, name, value, warn, fail in readings:
+        if not value <= min(warn, fail):  # NaN is above every ceiling
+            detail = f"{name} {value:.3g} nats; expected at most {warn:.3g}, and never above {fail:.3g}"
+            yield _finding(CheckSeverity.WARN if value <= fail else CheckSeverity.FAIL, code, detail)
+    if not metrics.ess >= max(limits.ess_warn, limits.ess_fail):
+        detail = (
+            f"effective sample size {metrics.ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and "
+            f"never below {limits.ess_fail:g}"
         )
-    found = [
-        _ceiling("gap_mean", "mean |d|", metrics.mean_abs, limits.mean_abs_warn, limits.mean_abs_fail),
-        _ceiling("gap_k3", "k3", metrics.k3, limits.k3_warn, limits.k3_fail),
-        _sample_size(metrics.ess, limits),
-    ]
-    if baseline is not None:
-        bound = limits.baseline_multiple * max(baseline.mean_abs, NOISE_FLOOR_NATS)
-        if not metrics.mean_abs <= bound:
-            detail = (
-                f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x "
-                "the gap at step 0"
-            )
-            found.append(_finding(Severity.WARN, "gap_above_baseline", detail))
+        severity = CheckSeverity.WARN if metrics.ess >= limits.ess_fail else CheckSeverity.FAIL
+        yield _finding(severity, "gap_ess", detail)
+    if baseline is not None and not metrics.mean_abs <= (bound := _baseline_bound(limits, baseline)):
+        detail = (
+            f"mean |d| {metrics.mean_abs:.3g} nats; expected at most {bound:.3g}, {limits.baseline_multiple:g} x the "
+            "gap at step 0"
+        )
+        yield _finding(CheckSeverity.WARN, "gap_above_baseline", detail)
     if tail_is_high(metrics.f2, limits, baseline):
-        found.append(
-            _finding(
-                Severity.WARN,
-                "gap_tail",
-                f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]",
-            )
-        )
-    return tuple(finding for finding in found if finding is not None)
+        detail = f"{metrics.f2:.2%} of {metrics.num_tokens} tokens have a ratio outside [1/2, 2]"
+        yield _finding(CheckSeverity.WARN, "gap_tail", detail)
 
 
-def drift_slope(values: Sequence[float], steps: Sequence[float] | None = None) -> float:
-    """Least-squares slope of a reading by step (without `steps`, one a step); 0 for fewer than two readings.
-
-    Mean |d| of quantised rollouts grows with training while each step's reading passes; the slope shows it.
+def check_drift(values: Sequence[float], steps: Sequence[float]) -> tuple[CheckFinding, ...]:
+    """Warns where a reading (mean |d| by step, oldest first) at least doubles over the window along its fitted line, by
+    more than it scatters round that line: mean |d| of quantised rollouts grows with training while each reading passes.
 
     Raises:
         ValueError: lengths differ, a reading is not finite, or all steps are the same.
     """
-    return _line(values, steps)[0]
-
-
-def check_drift(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[Finding, ...]:
-    """Warns where a reading (mean |d| by step, oldest first) at least doubles over the window along its fitted line, by
-    more than it scatters round that line.
-
-    Raises:
-        ValueError: as `drift_slope`.
-    """
-    slope, start, scatter, width = _line(values, steps)
+    if len(values) < DRIFT_POINTS:
+        return ()
+    slope, start, scatter = fitted_line(values, steps)
+    width = max(steps) - min(steps)
     rise = slope * width
-    if len(values) < DRIFT_POINTS or rise <= max(start, NOISE_FLOOR_NATS, DRIFT_SIGMAS * scatter):
+    if rise <= max(start, NOISE_FLOOR_NATS, DRIFT_SIGMAS * scatter):
         return ()
     detail = (
         f"mean |d| grows by {slope:.3g} nats a step, from {start:.3g} to {start + rise:.3g} over {width:g} steps; "
         "expected a flat line"
     )
-    return (_finding(Severity.WARN, "gap_drift", detail),)
+    return (_finding(CheckSeverity.WARN, "gap_drift", detail),)
 
 
-def typical_chi2(values: Sequence[float]) -> float:
-    """The median of one step's chi2 values, one a sequence: a single sequence with a large ratio decides their mean,
-    and drift drowns in it.
+def fitted_line(values: Sequence[float], steps: Sequence[float]) -> tuple[float, float, float]:
+    """Slope by step, value at the first step, and standard deviation of the residuals of the least-squares line.
 
     Raises:
-        ValueError: there are none.
+        ValueError: lengths differ, a reading is not finite, or all steps are the same.
     """
-    if not values:
-        raise ValueError("got no chi2 value; expected one a sequence")
-    return float(np.median(np.asarray(values, dtype=np.float64)))
-
-
-def _differences(
-    train: NDArray[np.float32], rollout: NDArray[np.float32], mask: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    if not train.shape == rollout.shape == mask.shape:
-        raise ValueError(
-            f"gap of log-probs {train.shape} and {rollout.shape} under mask {mask.shape}; expected one [T]"
-        )
-    d = train[mask].astype(np.float64) - rollout[mask].astype(np.float64)
-    if np.isnan(d).any():
-        raise ValueError(
-            f"{int(np.isnan(d).sum())} tokens of the mask have no log-prob (NaN); expected only tokens that were scored"
-        )
-    return d
-
-
-def _ess(d: NDArray[np.float64]) -> float:
-    """(sum w)^2 / (n sum w^2) of w = e^d; the largest exponent is taken out first, since the fraction does not depend
-    on it."""
-    top = float(d.max())
-    if math.isinf(top):
-        return 0.0
-    weights = np.exp(d - top)
-    return float(weights.sum() ** 2 / (d.size * (weights**2).sum()))
-
-
-def _ceiling(code: str, name: str, value: float, warn: float, fail: float) -> Finding | None:
-    """Above a ceiling; NaN is above every one."""
-    if value <= min(warn, fail):
-        return None
-    severity = Severity.WARN if value <= fail else Severity.FAIL
-    return _finding(severity, code, f"{name} {value:.3g} nats; expected at most {warn:.3g}, and never above {fail:.3g}")
-
-
-def _sample_size(ess: float, limits: GapLimits) -> Finding | None:
-    if ess >= max(limits.ess_warn, limits.ess_fail):
-        return None
-    severity = Severity.WARN if ess >= limits.ess_fail else Severity.FAIL
-    detail = (
-        f"effective sample size {ess:.3g} of the raw ratios; expected at least {limits.ess_warn:g}, and never below "
-        f"{limits.ess_fail:g}"
-    )
-    return _finding(severity, "gap_ess", detail)
-
-
-def _finding(severity: Severity, code: str, detail: str) -> Finding:
-    return Finding(check=Check.PRECISION, severity=severity, code=code, detail=detail)
-
-
-def _line(values: Sequence[float], steps: Sequence[float] | None) -> tuple[float, float, float, float]:
-    """Slope, value at the first step, standard deviation of the residuals, and width in steps of the least-squares
-    line."""
-    y = np.asarray(values, dtype=np.float64)
-    x = np.arange(y.size, dtype=np.float64) if steps is None else np.asarray(steps, dtype=np.float64)
+    y, x = np.asarray(values, dtype=np.float64), np.asarray(steps, dtype=np.float64)
     if x.shape != y.shape or not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError(f"got {y.size} readings at {x.size} steps; expected as many, all finite")
-    if y.size < 2:
-        return 0.0, float(y[0]) if y.size else 0.0, 0.0, 0.0
     centred = x - x.mean()
-    spread = float((centred**2).sum())
-    if spread == 0.0:
-        raise ValueError(f"all {x.size} readings are of step {x[0]:g}; expected different steps")
-    slope = float((centred * y).sum()) / spread
+    if not centred.any():
+        raise ValueError(f"all {x.size} readings are of one step; expected different steps")
+    slope = float(centred @ y) / float(centred @ centred)
     scatter = float((y - y.mean() - slope * centred).std())
-    return slope, float(y.mean() + slope * (x.min() - x.mean())), scatter, float(x.max() - x.min())
+    return slope, float(y.mean() + slope * centred.min()), scatter
+
+
+def _finding(severity: CheckSeverity, code: str, detail: str) -> CheckFinding:
+    return CheckFinding(check=Check.PRECISION, severity=severity, code=code, detail=detail)

@@ -1,22 +1,20 @@
 """Whether the columns of a trajectory fit together, and in which way two readings of one text differ. Numpy only.
 
-Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, prefixes, drift. They
-read raw columns, so that logs of other frameworks can be checked too. It must never know an engine, weights or a
-tokenizer, and it repairs nothing: other tokens cannot be weighted away, so a broken prefix begins a new sample, and no
-text is tokenized again.
+Owns the checks that need no model: lengths, ids, mask, version spans, begin token, log-probs, drift. They read raw
+columns, so that logs of other frameworks can be checked too. It must never know an engine, weights or a tokenizer, and
+it repairs nothing: other tokens cannot be weighted away, and no text is tokenized again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import Trajectory
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 Ids: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 Nats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
@@ -52,17 +50,7 @@ class Columns:
     """[start, end) of the tokens that an engine sampled under one version each, in order. None: not logged."""
 
 
-def columns_of(trajectory: Trajectory) -> Columns:
-    """The columns of one of Concord's own trajectories."""
-    return Columns(
-        token_ids=trajectory.token_ids,
-        sampled=trajectory.sampled,
-        logprobs=trajectory.rollout_logprobs,
-        spans=tuple((span.start, span.end) for span in trajectory.version_spans),
-    )
-
-
-def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
+def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None) -> tuple[CheckFinding, ...]:
     """Findings about one trajectory; none where all is well. Columns of unequal length end the check: the rest reads
     them side by side.
 
@@ -71,10 +59,7 @@ def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None
         vocab_size: rows of the model's embedding.
         bos_id: the token that begins a text, if there is one.
     """
-    uneven = _check_lengths(columns)
-    if uneven:
-        return uneven
-    return (
+    return tuple(_check_lengths(columns)) or (
         *_check_ids(columns, vocab_size, bos_id),
         *_check_mask(columns),
         *_check_spans(columns),
@@ -82,47 +67,19 @@ def check_structure(columns: Columns, vocab_size: int, bos_id: int | None = None
     )
 
 
-def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None = None) -> tuple[Finding, ...]:
+def check_trajectory(trajectory: Trajectory, vocab_size: int, bos_id: int | None = None) -> tuple[CheckFinding, ...]:
     """`check_structure` of one of Concord's own trajectories."""
-    return check_structure(columns_of(trajectory), vocab_size, bos_id)
+    spans = tuple((span.start, span.end) for span in trajectory.version_spans)
+    columns = Columns(
+        token_ids=trajectory.token_ids, sampled=trajectory.sampled, logprobs=trajectory.rollout_logprobs, spans=spans
+    )
+    return check_structure(columns, vocab_size, bos_id)
 
 
 def doubled_bos(token_ids: Ids, bos_id: int | None) -> bool:
     """Whether the text begins twice: a template wrote the begin token and the tokenizer put another in front.
     token_ids: [T]. Source: vector V18."""
     return bos_id is not None and token_ids.size > 1 and bool((token_ids[:2] == bos_id).all())
-
-
-def prefix_extends(prev: Ids, new: Ids) -> tuple[bool, int | None]:
-    """Whether `new` [U] begins with all of `prev` [T], else the first position where it does not. Source: vector
-    V18."""
-    shared = _shared(prev, new)
-    return (True, None) if shared == prev.size else (False, shared)
-
-
-def check_turns(turns: Sequence[Ids]) -> tuple[Finding, ...]:
-    """One finding for each turn that does not extend the one before exactly; its position is the first other token.
-
-    Args:
-        turns: all ids of the conversation after each turn, the policy's answer included.
-    """
-    found: list[Finding] = []
-    for turn, (prev, new) in enumerate(pairwise(turns), start=1):
-        extends, position = prefix_extends(prev, new)
-        if not extends and position is not None:
-            detail = (
-                f"turn {turn} (from 0) differs from the {prev.size} tokens before it at {position}; expected to begin "
-                "with exactly these"
-            )
-            found.append(_fail("prefix_broken", detail, (position,)))
-    return tuple(found)
-
-
-def samples_of_turns(turns: Sequence[Ids]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of the turns of each sample: a turn that does not extend the one before begins a new sample. turns:
-    as in `check_turns`."""
-    breaks = [i for i in range(1, len(turns)) if not prefix_extends(turns[i - 1], turns[i])[0]]
-    return tuple(zip([0, *breaks], [*breaks, len(turns)], strict=True)) if turns else ()
 
 
 def classify_drift(
@@ -160,7 +117,7 @@ def classify_drift(
 
 def check_same_ids(
     expected_ids: Ids, got_ids: Ids, special_ids: Collection[int], assistant: NDArray[np.bool_]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """A finding where what one side sent is not what the other holds; its code names the drift. Arguments as in
     `classify_drift`."""
     kind = classify_drift(expected_ids, got_ids, special_ids, assistant)
@@ -172,66 +129,53 @@ def check_same_ids(
         "expected the very same ids"
     )
     return (
-        Finding(
-            check=Check.TOKENIZER, severity=Severity.FAIL, code=f"drift_{kind}", detail=detail, positions=(position,)
+        CheckFinding(
+            check=Check.TOKENIZER,
+            severity=CheckSeverity.FAIL,
+            code=f"drift_{kind}",
+            detail=detail,
+            positions=(position,),
         ),
     )
 
 
-def _check_lengths(columns: Columns) -> tuple[Finding, ...]:
+def _check_lengths(columns: Columns) -> Iterator[CheckFinding]:
     shapes = {"token_ids": columns.token_ids.shape, "sampled": columns.sampled.shape}
     if columns.logprobs is not None:
         shapes["logprobs"] = columns.logprobs.shape
-    if columns.token_ids.ndim == 1 and len(set(shapes.values())) == 1:
-        return ()
-    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    return (_fail("lengths_differ", f"got {told}; expected one entry a token in each"),)
+    if columns.token_ids.ndim != 1 or len(set(shapes.values())) != 1:
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        yield _fail("lengths_differ", f"got {got}; expected one entry a token in each")
 
 
-def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> tuple[Finding, ...]:
-    found: list[Finding] = []
-    outside = _where((columns.token_ids < 0) | (columns.token_ids >= vocab_size))
-    if outside:
-        first = int(columns.token_ids[outside[0]])
-        found.append(
-            _fail(
-                "id_outside_vocabulary",
-                f"got {len(outside)} such ids (first: {first}); expected 0 <= id < {vocab_size}",
-                outside,
-            )
+def _check_ids(columns: Columns, vocab_size: int, bos_id: int | None) -> Iterator[CheckFinding]:
+    if outside := _where((columns.token_ids < 0) | (columns.token_ids >= vocab_size)):
+        detail = (
+            f"got {len(outside)} such ids (first: {columns.token_ids[outside[0]]}); expected 0 <= id < {vocab_size}"
         )
+        yield _fail("id_outside_vocabulary", detail, outside)
     if doubled_bos(columns.token_ids, bos_id) and not columns.sampled[1]:
-        found.append(
-            _fail(
-                "doubled_bos",
-                f"got token {bos_id} at 0 and 1; expected one begin token: template and tokenizer both write it",
-                (1,),
-            )
-        )
-    return tuple(found)
+        detail = f"got token {bos_id} at 0 and 1; expected one begin token: template and tokenizer both write it"
+        yield _fail("doubled_bos", detail, (1,))
 
 
-def _check_mask(columns: Columns) -> tuple[Finding, ...]:
+def _check_mask(columns: Columns) -> Iterator[CheckFinding]:
     if not columns.sampled.any():
-        return (_fail("nothing_sampled", "got no sampled token; expected at least one"),)
-    if columns.sampled[0]:
+        yield _fail("nothing_sampled", "got no sampled token; expected at least one")
+    elif columns.sampled[0]:
         detail = (
             "got a first token that counts as sampled, which nothing predicts; expected a given one: the mask is "
             "shifted, or the prompt is gone"
         )
-        return (_fail("first_token_sampled", detail, (0,)),)
-    return ()
+        yield _fail("first_token_sampled", detail, (0,))
 
 
-def _check_spans(columns: Columns) -> tuple[Finding, ...]:
+def _check_spans(columns: Columns) -> Iterator[CheckFinding]:
     """The mask holds exactly what engines say that they sampled."""
     if columns.spans is None:
-        return (
-            _missing(
-                "spans_missing",
-                "got no version spans; expected to know which tokens an engine sampled, and under which version",
-            ),
-        )
+        detail = "got no version spans; expected to know which tokens an engine sampled, and under which version"
+        yield CheckFinding.open_question("spans_missing", detail)
+        return
     covered, position = np.zeros(columns.token_ids.size, dtype=np.bool_), 0
     for start, end in columns.spans:
         if not position <= start < end <= covered.size:
@@ -239,69 +183,38 @@ def _check_spans(columns: Columns) -> tuple[Finding, ...]:
                 f"got a span [{start}, {end}) after position {position} of {covered.size}; expected spans in order, not"
                 " empty, without overlap"
             )
-            return (_fail("spans_broken", detail),)
+            yield _fail("spans_broken", detail)
+            return
         covered[start:end] = True
         position = end
-    found: list[Finding] = []
     if loose := _where(columns.sampled & ~covered):
-        found.append(
-            _fail(
-                "sampled_without_version",
-                f"got {len(loose)} tokens in the mask that no engine sampled; expected none",
-                loose,
-            )
-        )
+        detail = f"got {len(loose)} tokens in the mask that no engine sampled; expected none"
+        yield _fail("sampled_without_version", detail, loose)
     if given := _where(covered & ~columns.sampled):
-        found.append(
-            _fail(
-                "version_without_mask",
-                f"got {len(given)} tokens that an engine sampled and the mask leaves out; expected none",
-                given,
-            )
-        )
-    return tuple(found)
+        detail = f"got {len(given)} tokens that an engine sampled and the mask leaves out; expected none"
+        yield _fail("version_without_mask", detail, given)
 
 
-def _check_logprobs(columns: Columns) -> tuple[Finding, ...]:
+def _check_logprobs(columns: Columns) -> Iterator[CheckFinding]:
     """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told
     from that."""
     if columns.logprobs is None:
-        return (
-            _missing(
-                "logprobs_missing",
-                "got no rollout log-probs; expected one a sampled token: nothing can be compared without them",
-            ),
-        )
+        detail = "got no rollout log-probs; expected one a sampled token: nothing can be compared without them"
+        yield CheckFinding.open_question("logprobs_missing", detail)
+        return
     if not columns.sampled.any():
-        return ()
-    bad = columns.sampled & ~np.isfinite(columns.logprobs)
-    above = columns.sampled & ~bad & (np.where(bad, 0.0, columns.logprobs) > ROUNDING_NATS)
-    found: list[Finding] = []
-    if positions := _where(bad):
-        found.append(
-            _fail(
-                "logprob_not_finite",
-                f"got {len(positions)} log-probs that are NaN or infinite; expected numbers",
-                positions,
-            )
-        )
+        return
+    if positions := _where(columns.sampled & ~np.isfinite(columns.logprobs)):
+        detail = f"got {len(positions)} log-probs that are NaN or infinite; expected numbers"
+        yield _fail("logprob_not_finite", detail, positions)
+    above = columns.sampled & np.isfinite(columns.logprobs) & (columns.logprobs > ROUNDING_NATS)
     if positions := _where(above):
         highest = float(columns.logprobs[above].max())
-        found.append(
-            _fail(
-                "logprob_positive",
-                f"got {len(positions)} log-probs above 0 (up to {highest:.3g} nats); expected none",
-                positions,
-            )
-        )
+        detail = f"got {len(positions)} log-probs above 0 (up to {highest:.3g} nats); expected none"
+        yield _fail("logprob_positive", detail, positions)
     if not columns.logprobs[columns.sampled].any():
-        found.append(
-            _missing(
-                "logprobs_all_zero",
-                "got log-probs that are all 0, as where none were logged; expected those of the sampled tokens",
-            )
-        )
-    return tuple(found)
+        detail = "got log-probs that are all 0, as where none were logged; expected those of the sampled tokens"
+        yield CheckFinding.open_question("logprobs_all_zero", detail)
 
 
 def _assistant_changed(expected_ids: Ids, got: Ids, assistant: NDArray[np.bool_], stretch: tuple[int, int]) -> bool:
@@ -341,9 +254,7 @@ def _where(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(cast(list[int], np.flatnonzero(mask).tolist()))
 
 
-def _fail(code: str, detail: str, positions: tuple[int, ...] = ()) -> Finding:
-    return Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code=code, detail=detail, positions=positions)
-
-
-def _missing(code: str, detail: str) -> Finding:
-    return Finding(check=Check.EVIDENCE, severity=Severity.INCOMPLETE, code=code, detail=detail)
+def _fail(code: str, detail: str, positions: tuple[int, ...] = ()) -> CheckFinding:
+    return CheckFinding(
+        check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions
+    )

@@ -3,7 +3,6 @@ numpy: it scores nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +24,16 @@ class OtherPrefix:
     trajectory: Trajectory
     """The other prefix and the turn's sampled tokens."""
 
-    @property
-    def num_sampled(self) -> int:
-        """Tokens of the turn."""
-        return self.trajectory.num_sampled
+
+def sampled_runs(sampled: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """[start, end) of each run of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], sampled, [False])).astype(np.int8)))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def later_turns(trajectory: Trajectory) -> list[tuple[int, int]]:
     """(start, end) of the sampled tokens of each turn but the first: turns are parted by given tokens."""
-    edges = np.flatnonzero(np.diff(trajectory.sampled.astype(np.int8))) + 1
-    bounds = [0, *edges.tolist(), trajectory.sampled.size]
-    runs = [(start, end) for start, end in pairwise(bounds) if end > start and trajectory.sampled[start]]
-    return runs[1:]
+    return sampled_runs(trajectory.sampled)[1:]
 
 
 def is_later(trajectory: Trajectory) -> NDArray[np.bool_]:
@@ -66,7 +63,8 @@ def placed_back(
     """`rows` [T] a trajectory, with the scores of the turns behind other ids in their places."""
     placed = [row.copy() for row in rows]
     for other, score in zip(others, scores, strict=True):
-        placed[other.source][other.start : other.start + other.num_sampled] = score[-other.num_sampled :]
+        size = other.trajectory.num_sampled
+        placed[other.source][other.start : other.start + size] = score[-size:]
     return placed
 
 

@@ -6,17 +6,17 @@ cover exactly the sampled tokens, and that no version is negative, is checked wh
 fills a version in.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 
 def check_versions(
     trajectory: Trajectory, *, known: Collection[PolicyVersion], committed: PolicyVersion
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """One finding a span that cannot be true; each fails, and names the span's tokens.
 
     A token newer than what the ledger has committed would have a negative age, which every bound on staleness lets
@@ -28,25 +28,22 @@ def check_versions(
 
     Source: CONSISTENCY.md, section 4, Version; ARCHITECTURE.md, section 4.
     """
-    found = [
-        finding for span in trajectory.version_spans if (finding := _against_ledger(span, known, committed)) is not None
-    ]
-    found += [
-        _regressed(earlier, later)
-        for earlier, later in pairwise(trajectory.version_spans)
-        if not _follows(earlier.policy, later.policy)
-    ]
-    return tuple(found)
+    return tuple(_untrue(trajectory.version_spans, known, committed))
 
 
-def _against_ledger(span: VersionSpan, known: Collection[PolicyVersion], committed: PolicyVersion) -> Finding | None:
-    policy = span.policy
-    claim = f"tokens [{span.start}, {span.end}) claim {policy.key}"
-    if policy not in known:
-        return _finding(span, "unknown_version", f"{claim}; expected one of the {len(known)} policies of the ledger")
-    if policy > committed or policy.version > committed.version:
-        return _finding(span, "uncommitted_version", f"{claim}; expected at most {committed.key}, the committed one")
-    return None
+def _untrue(
+    spans: Sequence[VersionSpan], known: Collection[PolicyVersion], committed: PolicyVersion
+) -> Iterator[CheckFinding]:
+    for span in spans:
+        policy = span.policy
+        if policy not in known:
+            yield _finding(span, "unknown_version", f"; expected one of the {len(known)} policies of the ledger")
+        elif policy > committed or policy.version > committed.version:
+            yield _finding(span, "uncommitted_version", f"; expected at most {committed.key}, the committed one")
+    for earlier, later in pairwise(spans):
+        if not _follows(earlier.policy, later.policy):
+            detail = f" after {earlier.policy.key}; expected versions that never fall within a trajectory"
+            yield _finding(later, "version_regressed", detail)
 
 
 def _follows(earlier: PolicyVersion, later: PolicyVersion) -> bool:
@@ -54,19 +51,11 @@ def _follows(earlier: PolicyVersion, later: PolicyVersion) -> bool:
     return later.trainer_epoch >= earlier.trainer_epoch and later.version >= earlier.version
 
 
-def _regressed(earlier: VersionSpan, later: VersionSpan) -> Finding:
-    detail = (
-        f"tokens [{later.start}, {later.end}) claim {later.policy.key} after {earlier.policy.key}; expected versions "
-        "that never fall within a trajectory"
-    )
-    return _finding(later, "version_regressed", detail)
-
-
-def _finding(span: VersionSpan, code: str, detail: str) -> Finding:
-    return Finding(
+def _finding(span: VersionSpan, code: str, problem: str) -> CheckFinding:
+    return CheckFinding(
         check=Check.VERSION,
-        severity=Severity.FAIL,
+        severity=CheckSeverity.FAIL,
         code=code,
-        detail=detail,
+        detail=f"tokens [{span.start}, {span.end}) claim {span.policy.key}{problem}",
         positions=tuple(range(span.start, span.end)),
     )

@@ -3,16 +3,16 @@
 It owns layouts, column names, and what is said about all rows at once; it must never know a file, a row or a model.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import Field
 
 from rollout.config import Section
 from rollout.errors import UserError
+from trainer.consistency.dump.values import TEMPERATURE, TOP_K, TOP_P, CellType
 
 ColumnKey = Literal[
     "id",
@@ -28,9 +28,14 @@ ColumnKey = Literal[
     "top_k",
 ]
 SamplingKey = Literal["temperature", "top_p", "top_k"]
-SAMPLING_KEYS: tuple[SamplingKey, ...] = ("temperature", "top_p", "top_k")
+SAMPLING: Mapping[SamplingKey, CellType[float]] = MappingProxyType(
+    {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
+)
 NOT_TRUNCATED: Mapping[SamplingKey, float] = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 """What is assumed, and reported as assumed, where neither a row nor the command line says."""
+EvidenceKey = Literal["logprobs", "version", "routing"]
+EVIDENCE: tuple[EvidenceKey, ...] = ("logprobs", "version", "routing")
+"""What checks need and a dump may lack: then they are incomplete, and nothing takes its place."""
 
 
 class DumpLayout(StrEnum):
@@ -76,25 +81,12 @@ class DumpColumns(Section):
 
     def name(self, key: ColumnKey) -> str:
         """The column that `key` is read from."""
-        return cast(dict[str, str], self.model_dump())[key]
+        name: str = getattr(self, key)
+        return name
 
 
-PRESETS: Mapping[DumpLayout, DumpColumns] = MappingProxyType(
-    {
-        DumpLayout.TOKENS: DumpColumns(),
-        DumpLayout.COMPLETION: DumpColumns(mask="completion_mask", logprobs="completion_logprobs"),
-        DumpLayout.NEXT_TOKEN: DumpColumns(),
-    }
-)
-"""Column names of each layout where the command line gives no others."""
-_REQUIRED: Mapping[DumpLayout, tuple[ColumnKey, ...]] = MappingProxyType(
-    {
-        DumpLayout.TOKENS: ("ids", "mask", "logprobs"),
-        DumpLayout.COMPLETION: ("prompt_ids", "completion_ids", "logprobs"),
-        DumpLayout.NEXT_TOKEN: ("ids", "mask", "logprobs"),
-    }
-)
-_OPTIONAL: tuple[ColumnKey, ...] = ("id", "mask", "version", "routing", *SAMPLING_KEYS)
+_COMPLETION_COLUMNS = DumpColumns(mask="completion_mask", logprobs="completion_logprobs")
+"""Names that layout `completion` has where the command line gives no others."""
 
 
 class DumpSettings(Section):
@@ -112,7 +104,9 @@ class DumpSettings(Section):
 
 def columns_read(layout: DumpLayout) -> tuple[ColumnKey, ...]:
     """The keys that a layout reads, those it needs first."""
-    return tuple(dict.fromkeys((*_REQUIRED[layout], *_OPTIONAL)))
+    prompt_apart: tuple[ColumnKey, ...] = ("prompt_ids", "completion_ids", "logprobs", "id", "mask")
+    ids: tuple[ColumnKey, ...] = prompt_apart if layout is DumpLayout.COMPLETION else ("ids", "mask", "logprobs", "id")
+    return (*ids, "version", "routing", *SAMPLING)
 
 
 def dump_settings(
@@ -132,46 +126,26 @@ def dump_settings(
     if layout not in list(DumpLayout):
         raise UserError(f"got --layout {layout}; expected one of {', '.join(DumpLayout)}")
     chosen = DumpLayout(layout)
-    given: dict[str, str] = dict(_named_column(entry, chosen) for entry in names)
+    given = dict(_named_column(entry, chosen) for entry in names)
     said: dict[SamplingKey, float] = {}
     for key, value in sampling.items():
         if value is not None:
             try:
-                said[key] = sampling_value(key, value)
+                said[key] = SAMPLING[key].read(value)
             except ValueError as error:
                 raise UserError(f"--{key.replace('_', '-')}: {error}") from error
-    columns = PRESETS[chosen].model_copy(update=given)
+    preset = _COMPLETION_COLUMNS if chosen is DumpLayout.COMPLETION else DumpColumns()
+    columns = preset.model_copy(update=given)
     return DumpSettings(
         layout=chosen, columns=columns, named=frozenset(given), sampling=said, engine_dtype=engine_dtype
     )
 
 
-def sampling_value(key: SamplingKey, value: object) -> float:
-    """A number that a sampler can have; -1 for top_k, as some engines write "off", becomes 0.
-
-    Raises:
-        ValueError: it is no number, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"got {value!r}; expected a number")
-    if key == "temperature" and not 0.0 < value < math.inf:
-        cure = (
-            "tokens chosen greedily have no distribution of their own, so give --temperature 1 to compare raw log-probs"
-        )
-        raise ValueError(f"got temperature {value:g}; expected more than 0: {cure}")
-    if key == "top_p" and not 0.0 < value <= 1.0:
-        raise ValueError(f"got top_p {value:g}; expected more than 0 and at most 1 (1 is off)")
-    if key == "top_k" and not (value >= -1 and float(value).is_integer()):
-        raise ValueError(f"got top_k {value:g}; expected a whole number, 0 or -1 for off")
-    return 0.0 if key == "top_k" and value == -1 else float(value)
-
-
-def _named_column(entry: str, layout: DumpLayout) -> tuple[ColumnKey, str]:
+def _named_column(entry: str, layout: DumpLayout) -> tuple[str, str]:
     key, equals, column = entry.partition("=")
     known = columns_read(layout)
     if not equals or not column:
         raise UserError(f"got --columns {entry}; expected KEY=COLUMN, such as logprobs=rollout_logprobs")
-    for candidate in known:
-        if candidate == key:
-            return candidate, column
-    raise UserError(f"got --columns {entry}; layout {layout} reads the keys {', '.join(known)}")
+    if key not in known:
+        raise UserError(f"got --columns {entry}; layout {layout} reads the keys {', '.join(known)}")
+    return key, column

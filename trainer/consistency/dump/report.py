@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainer.config.consistency import GapLimits
+from trainer.consistency.checks.mismatch import MismatchMetrics
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import SamplingKey
-from trainer.consistency.metrics.mismatch import MismatchMetrics
-from trainer.types.evidence import Attribution, Finding, Severity
+from trainer.types.evidence import Attribution, CheckFinding, CheckSeverity
 
 
 class AuditResult(StrEnum):
@@ -47,7 +47,7 @@ class DumpReport:
     metrics: MismatchMetrics | None
     """Over the scored tokens; None without any."""
     row_findings: tuple[RowFinding, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """About the dump as a whole."""
     attribution: Attribution | None
     """Of the rows that fail by themselves, or of all where only their sum does; None while the gap is within limits."""
@@ -61,7 +61,7 @@ class DumpReport:
         """Missing versions and missing routing are findings that are incomplete; missing log-probs make the result
         so."""
         severities = {finding.severity for finding in (*self.findings, *(each.finding for each in self.row_findings))}
-        if Severity.FAIL in severities:
+        if CheckSeverity.FAIL in severities:
             return AuditResult.FAIL
         counts = self.counts
         complete = (

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.consistency.checks.mismatch import inside
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 CLOSED_SHARE = 0.8
 """Of the gap, as for every cause that is true of all tokens or of none."""
@@ -21,7 +22,7 @@ _PLACES = {
 
 def check_shift(
     scores: Sequence[NDArray[np.float32]], logged: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     """A finding where the log, moved by one place, agrees with the scores by at least 80 % of the gap.
 
     Args:
@@ -33,7 +34,11 @@ def check_shift(
         straight, moved = _gaps(scores, logged, masks, offset)
         if straight > 0.0 and moved <= (1.0 - CLOSED_SHARE) * straight:
             detail = f"mean |d| {straight:.3g} nats as logged and {moved:.3g} moved by one place; the log stands {told}"
-            return (Finding(check=Check.STRUCTURE, severity=Severity.FAIL, code="logprobs_shifted", detail=detail),)
+            return (
+                CheckFinding(
+                    check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code="logprobs_shifted", detail=detail
+                ),
+            )
     return ()
 
 
@@ -45,13 +50,12 @@ def _gaps(
 ) -> tuple[float, float]:
     """Mean |d| of the same entries of the log against their own token and against the token `offset` places on; (0, 0)
     without pairs."""
-    straight: list[NDArray[np.float64]] = []
-    moved: list[NDArray[np.float64]] = []
-    for ours, theirs, mask in zip(scores, logged, masks, strict=True):
-        here, there = (slice(None, -1), slice(1, None)) if offset > 0 else (slice(1, None), slice(None, -1))
-        both = mask[here] & mask[there]
-        log = theirs[here][both].astype(np.float64)
-        straight.append(np.abs(ours[here][both] - log))
-        moved.append(np.abs(ours[there][both] - log))
-    gaps, other = np.concatenate(straight), np.concatenate(moved)
-    return (float(gaps.mean()), float(other.mean())) if gaps.size else (0.0, 0.0)
+    here, there = (slice(None, -1), slice(1, None)) if offset > 0 else (slice(1, None), slice(None, -1))
+    both = [mask[here] & mask[there] for mask in masks]
+    log = inside("log-probs", [row[here] for row in logged], both)
+    if not log.size:
+        return 0.0, 0.0
+    straight, moved = (
+        float(np.abs(inside("scores", [row[place] for row in scores], both) - log).mean()) for place in (here, there)
+    )
+    return straight, moved

@@ -49,27 +49,20 @@ class HeldVersions:
     """Version 0 always, and of the others the `max_versions` that were used last. Not for two threads at once."""
 
     def __init__(
-        self,
-        *,
-        model_dir: Path,
-        weights_dir: Path,
-        dtype: str,
-        chunk_tokens: int,
-        max_versions: int,
-        device: torch.device,
+        self, model_dir: Path, weights_dir: Path, dtype: str, chunk_tokens: int, max_versions: int, device: torch.device
     ) -> None:
         """Build the module and load version 0 from `model_dir`, whatever the trainer epoch.
 
         Args:
             weights_dir: holds the published directories `eE-vN`.
             dtype: the trainer's compute dtype, `float32` or `bfloat16`.
-            chunk_tokens: rows whose logits exist at once.
+            chunk_tokens: tokens whose logits exist at once.
             max_versions: held besides version 0.
 
         Raises:
             UserError: `model_dir` does not hold what its config says.
         """
-        self._weights_dir, self._max_versions, self._device = weights_dir, max_versions, device
+        self._weights_dir, self._max_versions, self.device = weights_dir, max_versions, device
         self.dtype = DTYPES[dtype]
         self.model = PolicyModel(meta_model(model_dir), chunk_tokens)
         causal_lm = self.model.causal_lm
@@ -203,9 +196,9 @@ class HeldVersions:
                         "config.json"
                     )
                 if isinstance(tensor, nn.Parameter):
-                    tensors[name] = _frozen(whole.to(self._device, self.dtype, copy=True))
+                    tensors[name] = _frozen(whole.to(self.device, self.dtype, copy=True))
                 else:
-                    tensors[name] = whole.to(self._device, tensor.dtype, copy=True)
+                    tensors[name] = whole.to(self.device, tensor.dtype, copy=True)
         return tensors
 
     def _assign(self, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import Trajectory
+from trainer.consistency.checks.routing import RoutingAgreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,4 +44,15 @@ class Rescorer(Protocol):
         Raises:
             UserError: the model cannot do what is asked (routing replay of a dense model).
         """
+        ...
+
+
+class RoutingRescorer(Rescorer, Protocol):
+    """A rescorer that also compares experts."""
+
+    def score_with_routing(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None]]:
+        """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to
+        compare."""
         ...

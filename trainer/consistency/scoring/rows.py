@@ -8,10 +8,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.errors import UserError
-from rollout.types.trajectory import EngineTag, Trajectory, VersionSpan
+from rollout.types.trajectory import EngineTag, RoutingTrace, Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
-from trainer.consistency.checks.routing import complete_cells
+from trainer.consistency.checks.routing import AnyExperts, flat_routing
 from trainer.consistency.scoring.protocols import ScoreOptions
 
 
@@ -55,6 +54,12 @@ class ScoreRow:
     def length(self) -> int:
         """Inputs."""
         return self.end - self.start
+
+    @property
+    def trace(self) -> RoutingTrace | None:
+        """The experts that the engine chose for these inputs."""
+        whole, part = self.trajectory.routing, slice(self.start, self.end)
+        return None if whole is None else RoutingTrace(experts=whole.experts[part], covered=whole.covered[part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,35 +141,10 @@ def padded(rows: Sequence[ScoreRow]) -> ScoreBatch:
 
 def batch_routing(
     batch: ScoreBatch, num_experts: int, cell: tuple[int, int]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
-    """Experts [B*T, blocks, top_k] of the rows' traces and where they can be used [B*T], in the order of `token_ids`;
-    None when no row has a trace.
-
-    Rows of a trace that are not covered or not whole keep the model's own routing.
-
-    Args:
-        num_experts: experts a block.
-        cell: (blocks, top_k) of the model.
-
-    Raises:
-        UserError: a trace has other blocks or another top_k.
-    """
-    if all(row.trajectory.routing is None for row in batch.rows):
+) -> tuple[AnyExperts, NDArray[np.bool_]] | None:
+    """The routing of the rows' traces, in the order of `token_ids`; None when no row has a trace. Arguments and errors
+    as of `flat_routing`."""
+    traces = [(row.trajectory.trajectory_id, row.trace) for row in batch.rows]
+    if all(trace is None for _, trace in traces):
         return None
-    experts = np.zeros((*batch.token_ids.shape, *cell), dtype=np.int64)
-    covered = np.zeros(batch.token_ids.shape, dtype=np.bool_)
-    for line, row in enumerate(batch.rows):
-        trace = row.trajectory.routing
-        if trace is None:
-            continue
-        if trace.experts.shape[1:] != cell:
-            raise UserError(
-                f"trajectory {row.trajectory.trajectory_id} has routing {trace.experts.shape}; expected [tokens - 1, "
-                f"{cell[0]} blocks, top_k {cell[1]}]: engine and trainer run different models, or the engine reports "
-                "other blocks"
-            )
-        given = trace.experts[row.start : row.end]
-        usable = trace.covered[row.start : row.end] & complete_cells(given, num_experts).all(axis=1)
-        covered[line, : row.length] = usable
-        experts[line, : row.length][usable] = given[usable]
-    return experts.reshape(-1, *cell), covered.reshape(-1)
+    return flat_routing(traces, width=batch.token_ids.shape[1], num_experts=num_experts, cell=cell)

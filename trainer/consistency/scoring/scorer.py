@@ -10,7 +10,6 @@ ledger, no verdict and no actor; the number of compute threads is its process's 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,6 @@ from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
-from trainer.consistency.scoring.number_formats import conversion
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.routing import RoutingListener
 from trainer.consistency.scoring.rows import (
@@ -40,6 +38,7 @@ from trainer.consistency.scoring.rows import (
     prefix_rows,
 )
 from trainer.consistency.scoring.truncation import truncated_logprobs
+from trainer.consistency.scoring.weight_formats import conversion
 from trainer.model.logprobs import chunked_logprobs
 from trainer.model.policy_model import PolicyModel
 from trainer.model.routing_replay import RoutingReplay
@@ -59,55 +58,28 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
-    """The hooks on the routers, and the shape that a trace must have."""
+class _Experts:
+    """Hooks on the routers of a mixture of experts; without effect until they are asked for."""
 
-    hooks: RoutingReplay
-    num_experts: int
+    number: int
+    """Of a block."""
     cell: tuple[int, int]
-    """(blocks, top_k)"""
+    """(blocks, top_k): the shape that a trace must have."""
+    listener: RoutingListener
+    replay: RoutingReplay
 
 
 class Scorer:
     """Implements `Rescorer`. Not for two threads at once."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        weights_dir: Path,
-        dtype: str,
-        chunk_tokens: int,
-        batch_tokens: int,
-        max_versions: int,
-        device: torch.device,
-    ) -> None:
-        """Load version 0.
-
-        Args:
-            model_dir: the run's model, in Hugging Face layout.
-            weights_dir: the run's published directories, `eE-vN` each.
-            dtype: the trainer's compute dtype, `float32` or `bfloat16`.
-            chunk_tokens: tokens whose logits exist at once.
-            batch_tokens: rows x longest row of one forward pass.
-            max_versions: held in memory besides version 0; those used last stay.
-
-        Raises:
-            UserError: `model_dir` does not hold what its config says.
-        """
-        self._versions = HeldVersions(
-            model_dir=model_dir,
-            weights_dir=weights_dir,
-            dtype=dtype,
-            chunk_tokens=chunk_tokens,
-            max_versions=max_versions,
-            device=device,
-        )
-        self._model = self._versions.model
-        self._batch_tokens, self._device = batch_tokens, device
-        self._replay: _Replay | None = None
-        self._listener: RoutingListener | None = None
+    def __init__(self, versions: HeldVersions, batch_tokens: int) -> None:
+        """Score with the module of `versions`, in forward passes of at most `batch_tokens` (rows x longest row)."""
+        self._versions, self._model = versions, versions.model
+        self._batch_tokens, self._device = batch_tokens, versions.device
+        self._experts = _experts_of(self._model)
         self._listens = False
         self._unknown: dict[str, str] = {}
+        self._scored_tokens = 0
 
     @property
     def model(self) -> PolicyModel:
@@ -123,6 +95,11 @@ class Scorer:
     def held_bytes(self) -> int:
         """Memory of all held weights."""
         return self._versions.held_bytes
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that it was asked for so far."""
+        return self._scored_tokens
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -141,8 +118,12 @@ class Scorer:
             ConcordError: a covered row of a routing trace cannot be.
         """
         self._unknown = {}
-        if options.replay_routing:
-            self._prepare_replay()
+        self._scored_tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
+        if options.replay_routing and self._experts is None:
+            raise UserError(
+                f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture"
+                " of experts"
+            )
         scores: _Scores = [np.where(t.sampled, np.float32(np.nan), np.float32(0.0)) for t in trajectories]
         plan = self._plan(trajectories, options)
         for policy in sorted(plan.rows, key=lambda policy: (not self._versions.holds(policy), policy)):
@@ -168,25 +149,13 @@ class Scorer:
         Raises:
             UserError: as `score`; or a router tells no logits.
         """
-        self._prepare_listener()
         self._listens = True
         try:
             scores = self.score(trajectories, options)
         finally:
             self._listens = False
-            agreements = None if self._listener is None else self._listener.take(len(trajectories))
+            agreements = None if self._experts is None else self._experts.listener.take(len(trajectories))
         return scores, agreements or [None] * len(trajectories)
-
-    def canary_score(self, token_ids: NDArray[np.int32], policy: PolicyVersion) -> NDArray[np.float32]:
-        """Raw log-probs of given tokens: [C] -> [C - 1] nats, as `Canary.logprobs`; NaN when the version is not to be
-        had (`unknown` says why)."""
-        self._unknown = {}
-        if not self._activate(policy):
-            return np.full(token_ids.size - 1, np.nan, dtype=np.float32)
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        with torch.inference_mode():
-            logprobs, _ = self._model(ids[None, :-1], torch.arange(ids.numel() - 1, device=self._device), ids[1:], 1.0)
-        return logprobs.cpu().numpy()
 
     def _plan(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Plan:
         plan = _Plan(rows={}, continued=[])
@@ -265,40 +234,34 @@ class Scorer:
             return truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
         return chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)[0]
 
-    def _counts(self) -> tuple[int, int] | None:
-        """(experts a block, experts a token); None for a dense model."""
-        return expert_counts(cast(Any, self._model.causal_lm).config.get_text_config())
-
-    def _prepare_listener(self) -> None:
-        counts = self._counts()
-        if self._listener is None and counts is not None and find_routers(self._model.causal_lm):
-            self._listener = RoutingListener(self._model.causal_lm, *counts)
+    @property
+    def routing_cell(self) -> tuple[int, int] | None:
+        """(blocks with experts, experts a token) of the model; None for a dense one."""
+        return None if self._experts is None else self._experts.cell
 
     def _listening(self, batch: ScoreBatch) -> AbstractContextManager[None]:
-        return self._listener.listening(batch) if self._listens and self._listener is not None else nullcontext()
-
-    def _prepare_replay(self) -> None:
-        if self._replay is not None:
-            return
-        model, counts = self._model.causal_lm, self._counts()
-        if counts is None:
-            raise UserError(
-                f"got replay_routing for {self._model.architecture}, whose config names no experts; ask it of a mixture"
-                " of experts"
-            )
-        self._replay = _Replay(RoutingReplay(model, *counts), counts[0], (len(find_routers(model)), counts[1]))
+        if not self._listens or self._experts is None:
+            return nullcontext()
+        return self._experts.listener.listening(batch)
 
     def _routing(self, batch: ScoreBatch, options: ScoreOptions) -> AbstractContextManager[object]:
-        if not options.replay_routing or self._replay is None:
+        if not options.replay_routing or self._experts is None:
             return nullcontext()
-        routing = batch_routing(batch, self._replay.num_experts, self._replay.cell)
-        if routing is None:
-            return nullcontext()
-        experts, covered = routing
-        return self._replay.hooks.using(self._tensor(experts), self._tensor(covered))
+        routing = batch_routing(batch, self._experts.number, self._experts.cell)
+        return nullcontext() if routing is None else self._experts.replay.using(*map(self._tensor, routing))
 
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+    def _tensor(self, array: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(self._device)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _experts_of(model: PolicyModel) -> _Experts | None:
+    """None for a dense model. The listener hears the routers before the replay changes their answer."""
+    causal_lm = model.causal_lm
+    counts, blocks = expert_counts(cast(Any, causal_lm).config.get_text_config()), len(find_routers(causal_lm))
+    if counts is None or not blocks:
+        return None
+    listener = RoutingListener(causal_lm, *counts)
+    return _Experts(counts[0], (blocks, counts[1]), listener, RoutingReplay(causal_lm, *counts))
 
 
 def _write(scores: _Scores, batch: ScoreBatch, logprobs: NDArray[np.float32]) -> None:

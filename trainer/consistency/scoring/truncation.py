@@ -26,7 +26,7 @@ def truncated_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, sampler:
     compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     head = weight.to(compute)
     logprobs = torch.empty(targets.shape, dtype=compute, device=hidden.device)
-    chunk = chunk_tokens if not sampler.truncates or sampler.top_k else max(1, chunk_tokens // 4)
+    chunk = chunk_tokens if sampler.top_k else max(1, chunk_tokens // 4)
     for first in range(0, targets.numel(), chunk):
         rows = slice(first, first + chunk)
         logits = (hidden[rows].to(compute) @ head.t()).div_(sampler.temperature)
@@ -36,8 +36,6 @@ def truncated_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, sampler:
 
 def _logprobs(logits: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
-    if not sampler.truncates:
-        return chosen - torch.logsumexp(logits, dim=-1)
     vocabulary = logits.shape[-1]
     top_k = min(sampler.top_k or vocabulary, vocabulary)
     kept = logits.topk(top_k, dim=-1).values if top_k < vocabulary else logits.sort(dim=-1, descending=True).values

@@ -7,60 +7,43 @@ encoded, evidence goes out as annotations.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import EngineConfig, EnvironmentConfig, returns_routing
-from rollout.environments.registry import build_envs
-from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.types.codec import decode
 from rollout.types.prompts import Prompt
 from rollout.types.trajectory import Annotation, StoredGroups, Trajectory, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
 from trainer.batching.quarantine import keep_quarantines
 from trainer.config.consistency import ConsistencyConfig, GapLimits
-from trainer.config.trainer import TrainerConfig
-from trainer.consistency.attribution.attribution import attribute
 from trainer.consistency.attribution.inquiry import AttributionFacts
-from trainer.consistency.checks.gap import GapSummary, check_gap, default_limits, gap_floor, gap_summary
-from trainer.consistency.checks.routing import RoutingAgreement
-from trainer.consistency.checks.structure import check_same_ids, check_trajectory
-from trainer.consistency.checks.tokens import ThroughText
+from trainer.consistency.attribution.scored import Scored, attribute_worst, gap_of, is_out_of_bounds
+from trainer.consistency.checks.gap import check_gap, default_limits
+from trainer.consistency.checks.structure import check_trajectory
 from trainer.consistency.checks.versions import check_versions
-from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
+from trainer.consistency.scoring.protocols import RoutingRescorer, ScoreOptions
+from trainer.consistency.service.prompts import PromptReader
 from trainer.consistency.service.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
-from trainer.consistency.service.verdicts import Decision, decide
-from trainer.model.model_dir import ModelFacts, check_model_dir
+from trainer.consistency.service.verdicts import decide
+from trainer.model.model_dir import ModelFacts
 from trainer.types.evidence import (
     Attribution,
-    Check,
-    Finding,
+    CheckFinding,
     GroupEvidence,
-    Severity,
     TrajectoryEvidence,
     decode_evidence,
     encode_evidence,
 )
 from trainer.types.histograms import LOG_RATIO_EDGES, bucket_counts
 
-Scores = list[NDArray[np.float32]]
 
-
-class ServiceScorer(Rescorer, Protocol):
-    """A rescorer that says what it holds."""
-
-    def score_with_routing(
-        self, trajectories: Sequence[Trajectory], options: ScoreOptions
-    ) -> tuple[Scores, list[RoutingAgreement | None]]:
-        """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to
-        compare."""
-        ...
+class ServiceScorer(RoutingRescorer, Protocol):
+    """A rescorer that says what it holds and how much it has done."""
 
     @property
     def held(self) -> dict[str, str]:
@@ -72,54 +55,10 @@ class ServiceScorer(Rescorer, Protocol):
         """Memory of all held weights."""
         ...
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Scored:
-    """One trajectory with its scores."""
-
-    trajectory: Trajectory
-    findings: tuple[Finding, ...]
-    scores: NDArray[np.float32]
-    """[T] nats, NaN where it could not be scored."""
-    routing: RoutingAgreement | None = None
-
     @property
-    def mask(self) -> NDArray[np.bool_]:
-        """[T] sampled and scored."""
-        return self.trajectory.sampled & np.isfinite(self.scores)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptReader:
-    """How this run turns prompts into ids, with a tokenizer of the service's own."""
-
-    read: Callable[[Prompt], NDArray[np.int32]]
-    special_ids: frozenset[int]
-    through_text: ThroughText | None = None
-    """[P] ids to text, without special tokens, and back."""
-
-    def check(self, expected: NDArray[np.int32], trajectory: Trajectory) -> tuple[Finding, ...]:
-        """Whether the policy was shown the very ids that its prompt has."""
-        given = trajectory.token_ids[: trajectory.version_spans[0].start]
-        return check_same_ids(expected, given, self.special_ids, np.zeros(expected.size, dtype=np.bool_))
-
-
-class _Counted:
-    """A rescorer that counts the tokens it was asked for."""
-
-    def __init__(self, scorer: ServiceScorer) -> None:
-        self._scorer = scorer
-        self.tokens = 0
-
-    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> Scores:
-        self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
-        return self._scorer.score(trajectories, options)
-
-    def score_with_routing(
-        self, trajectories: Sequence[Trajectory], options: ScoreOptions
-    ) -> tuple[Scores, list[RoutingAgreement | None]]:
-        self.tokens += sum(trajectory.token_ids.size for trajectory in trajectories)
-        return self._scorer.score_with_routing(trajectories, options)
+    def scored_tokens(self) -> int:
+        """Tokens that it was asked for so far."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +92,11 @@ class Auditor:
         Raises:
             ConcordError: a group's bytes are damaged.
         """
-        begun = time.perf_counter()
-        counted = _Counted(self._scorer)
+        begun, tokens_before = time.perf_counter(), self._scorer.scored_tokens
         decoded = [decode(payload) for payload in groups.payloads]
-        scored = self._score(decoded, groups.prompts, context, counted)
+        scored = self._score(decoded, groups.prompts, context)
         facts = {each.replica: each for each in context.replicas}
-        gaps = [self._gap(facts[replica], mine, counted) for replica, mine in _by_replica(scored).items()]
+        gaps = [self._gap(facts[replica], mine) for replica, mine in _by_replica(scored).items()]
         attributions = {gap.replica: gap.attribution for gap in gaps}
         before = [decode_evidence(verdict) if verdict else None for verdict in groups.verdicts]
         evidence = [
@@ -168,7 +106,7 @@ class Auditor:
         report = AuditReport(
             groups=tuple(_verdict(each) for each in evidence),
             gaps=tuple(gaps),
-            scored_tokens=counted.tokens,
+            scored_tokens=self._scorer.scored_tokens - tokens_before,
             seconds=time.perf_counter() - begun,
             held_versions=len(self._scorer.held),
             held_bytes=self._scorer.held_bytes,
@@ -178,15 +116,15 @@ class Auditor:
         )
 
     def _score(
-        self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext, scorer: _Counted
-    ) -> list[_Scored]:
+        self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext
+    ) -> list[Scored]:
         reader, asked = self._run.prompts, dict[str, NDArray[np.int32]]()
         if reader is not None:
             asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        scores, routings = scorer.score_with_routing(trajectories, self._run.options)
+        scores, routings = self._scorer.score_with_routing(trajectories, self._run.options)
         return [
-            _Scored(
+            Scored(
                 trajectory=trajectory,
                 findings=(
                     *self._check(trajectory, asked.get(trajectory.dispatch_id), context.committed),
@@ -204,7 +142,7 @@ class Auditor:
 
     def _check(
         self, trajectory: Trajectory, prompt_ids: NDArray[np.int32] | None, committed: frozenset[PolicyVersion]
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[CheckFinding, ...]:
         newest = max(committed, default=trajectory.version_spans[0].policy)
         return (
             *check_trajectory(trajectory, self._run.model.vocab_size, self._run.bos_id),
@@ -222,88 +160,64 @@ class Auditor:
             tag.weights_dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic
         )
 
-    def _gap(self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer) -> ReplicaGap:
+    def _gap(self, facts: ReplicaFacts, scored: Sequence[Scored]) -> ReplicaGap:
         """One replica's gap over all its trajectories of the batch, and its attribution when it is out of bounds."""
-        limits, summary = self._limits(scored[0].trajectory), _summary(scored)
-        findings = [
-            *(finding for each in scored for finding in each.findings),
-            *check_gap(summary, limits, facts.baseline),
-        ]
+        limits, gap = self._limits(scored[0].trajectory), gap_of(scored)
+        findings = [*(finding for each in scored for finding in each.findings), *check_gap(gap, limits, facts.baseline)]
         attribution = None
-        broken = any(f.severity is Severity.FAIL and f.check in (Check.STRUCTURE, Check.TOKENIZER) for f in findings)
-        if summary.num_tokens and (
-            broken
-            or summary.mean_abs > gap_floor(limits, facts.baseline)
-            or any(f.code == "gap_tail" for f in findings)
-        ):
-            attribution = self._attribute(facts, scored, scorer, limits)
+        if is_out_of_bounds(gap, findings, limits, facts.baseline):
+            attribution, _ = attribute_worst(
+                scored, self._known(facts), self._scorer, limits, self._config.batch_tokens
+            )
         d = np.concatenate([(each.scores - each.trajectory.rollout_logprobs)[each.mask] for each in scored])
+        gaps = np.abs(d) if d.size else np.zeros(1)
+        p50, p90, p99 = np.quantile(gaps, (0.5, 0.9, 0.99)).tolist()
         return ReplicaGap(
             replica=facts.replica,
             newest=max(span.policy for each in scored for span in each.trajectory.version_spans),
             engine=scored[0].trajectory.tag.engine,
-            num_tokens=summary.num_tokens,
-            mean_abs=summary.mean_abs,
+            num_tokens=gap.num_tokens,
+            mean_abs=gap.mean_abs,
             mean_abs_limit=limits.mean_abs_fail,
-            max_abs=float(np.abs(d).max()) if d.size else 0.0,
-            k3=summary.k3,
-            ess=summary.ess,
-            outside_factor_two=summary.f2,
+            max_abs=float(gaps.max()),
+            k3=gap.k3,
+            ess=gap.ess,
+            outside_factor_two=gap.f2,
             findings=tuple({finding.code: finding for finding in reversed(findings)}.values()),
             attribution=attribution,
-            abs_quantiles=_quantiles(np.abs(d)),
+            abs_quantiles=(p50, p90, p99),
             log_ratios=bucket_counts(d, LOG_RATIO_EDGES),
-            trainer_rounding=self._rounding(scored, scorer) if facts.baseline is None else None,
+            trainer_rounding=self._rounding(scored) if facts.baseline is None else None,
             routing=routing_facts([each.routing for each in scored], self._tokens_without_trace(scored)),
         )
 
-    def _tokens_without_trace(self, scored: Sequence[_Scored]) -> int:
-        return sum(
-            each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None
-        )
-
-    def _rounding(self, scored: Sequence[_Scored], scorer: Rescorer) -> float:
-        """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in
-        every gap."""
-        if self._run.trainer_dtype == "float32":
-            return 0.0
-        exact = scorer.score([each.trajectory for each in scored], replace(self._run.options, dtype="float32"))
-        differences = np.concatenate(
-            [(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)]
-        )
-        return float(np.abs(differences).mean()) if differences.size else 0.0
-
-    def _attribute(
-        self, facts: ReplicaFacts, scored: Sequence[_Scored], scorer: Rescorer, limits: GapLimits
-    ) -> Attribution | None:
-        """Of the trajectories that fail by themselves, or of all where only the sum does: a fault that touches a few
-        must not drown in the rest."""
-        worst = [
-            each
-            for each in scored
-            if any(f.severity is Severity.FAIL for f in (*each.findings, *check_gap(_summary([each]), limits, None)))
-        ]
-        asked = worst or list(scored)
-        known = AttributionFacts(
-            structure=tuple(finding for each in asked for finding in each.findings),
+    def _known(self, facts: ReplicaFacts) -> AttributionFacts:
+        return AttributionFacts(
             canary_gap=facts.canary_gap,
             canary_tolerance=facts.canary_tolerance,
             baseline=facts.baseline,
             options=self._run.options,
             through_text=None if self._run.prompts is None else self._run.prompts.through_text,
         )
-        behaviour = [np.where(np.isfinite(each.scores), each.scores, np.float32(np.nan)) for each in asked]
-        return attribute(
-            [each.trajectory for each in asked],
-            known,
-            scorer,
-            limits,
-            max_tokens=self._config.batch_tokens,
-            behaviour=behaviour,
+
+    def _tokens_without_trace(self, scored: Sequence[Scored]) -> int:
+        return sum(
+            each.trajectory.num_sampled for each in scored if self._routing_expected and each.trajectory.routing is None
         )
 
+    def _rounding(self, scored: Sequence[Scored]) -> float:
+        """Mean |difference| of the trainer's own log-probs from those in float32: the trainer's half of the rounding in
+        every gap."""
+        if self._run.trainer_dtype == "float32":
+            return 0.0
+        exact = self._scorer.score([each.trajectory for each in scored], replace(self._run.options, dtype="float32"))
+        differences = np.concatenate(
+            [(values - each.scores)[each.mask] for values, each in zip(exact, scored, strict=True)]
+        )
+        return float(np.abs(differences).mean()) if differences.size else 0.0
+
     def _evidence(
-        self, groups: Sequence[TrajectoryGroup], scored: Sequence[_Scored], attributions: dict[int, Attribution | None]
+        self, groups: Sequence[TrajectoryGroup], scored: Sequence[Scored], attributions: dict[int, Attribution | None]
     ) -> list[GroupEvidence]:
         remaining = iter(scored)
         evidence: list[GroupEvidence] = []
@@ -320,13 +234,11 @@ class Auditor:
             )
         return evidence
 
-    def _judge(self, scored: _Scored, attribution: Attribution | None) -> TrajectoryEvidence:
+    def _judge(self, scored: Scored, attribution: Attribution | None) -> TrajectoryEvidence:
         trajectory, limits = scored.trajectory, self._limits(scored.trajectory)
-        gap_findings = check_gap(_summary([scored]), limits, None)
-        decision: Decision = decide(
-            scored.findings, gap_findings, self._config.on_fail, _token_gaps(scored), token_bound=limits.mean_abs_fail
-        )
-        blamed = any(finding.severity is Severity.FAIL for finding in decision.findings)
+        gaps, bound = _token_gaps(scored), limits.mean_abs_fail
+        decision = decide(scored.findings, scored.check_gap(limits), self._config.on_fail, gaps, token_bound=bound)
+        blamed = any(finding.failed for finding in decision.findings)
         return TrajectoryEvidence(
             trajectory_id=trajectory.trajectory_id,
             scored=scored.mask,
@@ -339,74 +251,14 @@ class Auditor:
         )
 
 
-def build_auditor(
-    *,
-    model_dir: Path,
-    weights_dir: Path,
-    config: ConsistencyConfig,
-    trainer: TrainerConfig,
-    environment: EnvironmentConfig,
-    engine: EngineConfig,
-    max_staleness: int,
-    deterministic: bool,
-) -> Auditor:
-    """The service of a run: the trainer's model and numerics, version 0 loaded.
-
-    Raises:
-        UserError: the model directory cannot be loaded, or there is no GPU where the config asks for one.
-    """
-    import torch
-
-    from trainer.consistency.scoring.scorer import Scorer
-
-    torch.set_num_threads(config.threads)
-    facts = check_model_dir(model_dir)
-    scorer = Scorer(
-        model_dir=model_dir,
-        weights_dir=weights_dir,
-        dtype=trainer.dtype,
-        chunk_tokens=trainer.logprob_chunk_tokens,
-        batch_tokens=config.batch_tokens,
-        max_versions=config.max_versions or max_staleness + 2,
-        device=torch.device("cuda" if config.num_gpus else "cpu"),
-    )
-    tokenizer = load_tokenizer(model_dir)
-    prompts = PromptReader(
-        read=lambda prompt: build_envs(environment, prompt, tokenizer, 1)[0].prompt_ids(),
-        special_ids=tokenizer.special_ids,
-        through_text=lambda ids: tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=True)),
-    )
-    run = AuditedRun(
-        model=facts,
-        bos_id=tokenizer.bos_id,
-        deterministic=deterministic,
-        trainer_dtype=trainer.dtype,
-        prompts=prompts,
-        returns_routing=returns_routing(engine),
-        options=ScoreOptions(replay_routing=trainer.replay_routing),
-    )
-    return Auditor(scorer, config, run)
-
-
-def _by_replica(scored: Sequence[_Scored]) -> dict[int, list[_Scored]]:
-    found: dict[int, list[_Scored]] = {}
+def _by_replica(scored: Sequence[Scored]) -> dict[int, list[Scored]]:
+    found: dict[int, list[Scored]] = {}
     for each in scored:
         found.setdefault(each.trajectory.tag.replica, []).append(each)
     return found
 
 
-def _summary(scored: Sequence[_Scored]) -> GapSummary:
-    """Over sampled tokens that were scored; one that the recomputed distribution excludes (-inf) counts."""
-    masks = [each.trajectory.sampled & ~np.isnan(each.scores) for each in scored]
-    return gap_summary([each.scores for each in scored], [each.trajectory.rollout_logprobs for each in scored], masks)
-
-
-def _quantiles(gaps: NDArray[np.float32]) -> tuple[float, float, float]:
-    p50, p90, p99 = np.quantile(gaps, (0.5, 0.9, 0.99)).tolist() if gaps.size else (0.0, 0.0, 0.0)
-    return p50, p90, p99
-
-
-def _token_gaps(scored: _Scored) -> NDArray[np.float32]:
+def _token_gaps(scored: Scored) -> NDArray[np.float32]:
     """[T] |d| in nats, 0 where not sampled, NaN where sampled and not scored. Nothing predicts the first token, so
     nothing is missing there."""
     gaps = np.abs(
@@ -416,7 +268,7 @@ def _token_gaps(scored: _Scored) -> NDArray[np.float32]:
     return gaps
 
 
-def _without_long_positions(finding: Finding) -> Finding:
+def _without_long_positions(finding: CheckFinding) -> CheckFinding:
     """Evidence names the first positions only: a finding about a whole trajectory need not list it."""
     return (
         replace(finding, positions=finding.positions[:_MAX_POSITIONS])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.gap import GapBaseline
-from trainer.types.evidence import Attribution, Finding
+from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.types.evidence import Attribution, CheckFinding
 from trainer.types.histograms import NO_LOG_RATIOS, BucketCounts
 from trainer.types.step import Verdict
 
@@ -47,29 +48,6 @@ class GroupVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingFacts:
-    """How far a replica's experts are those of the trainer, over rows that predict a scored token. Without a compared
-    row the fractions are NaN."""
-
-    num_rows: int
-    """Rows compared."""
-    coverage: float
-    """Rows compared of those that should have been: below 1 the engine's evidence has holes."""
-    mismatch: float
-    """Fraction of cells (one block of one row) whose two sets of experts differ."""
-    token_any_mismatch: float
-    """Fraction of rows whose sets differ in some block; counted, never derived."""
-    gate_gap_mismatch: float | None
-    """The mismatch with each flip weighed by how certain the trainer's choice is: what near ties do not explain."""
-    jaccard: float
-    """Mean |intersection| / |union| of a cell."""
-    block_mismatch: tuple[float, ...]
-    """Of each block with experts."""
-    hollow_cells: int
-    """Cells that name an expert twice or one that does not exist."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaGap:
     """One replica in one batch: how far its log-probs are from the trainer's, and why."""
 
@@ -91,7 +69,7 @@ class ReplicaGap:
     """Effective sample size of the raw ratios, as a fraction."""
     outside_factor_two: float
     """Share of tokens whose ratio or its inverse is above 2: F(2)."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """Of all its trajectories, without repeats of one code."""
     attribution: Attribution | None
     """None while the gap is within limits."""
@@ -102,8 +80,9 @@ class ReplicaGap:
     """50 %, 90 % and 99 % quantile of |d_engine|, nats; 0 without a scored token."""
     log_ratios: BucketCounts = NO_LOG_RATIOS
     """d_engine of the scored tokens, by the buckets of `trainer.types.histograms.LOG_RATIO_EDGES`."""
-    routing: RoutingFacts | None = None
-    """None for a dense model, and where no routing came and none was expected."""
+    routing: RoutingAgreement | None = None
+    """Over rows that predict a scored token; with a coverage below 1 the engine's evidence has holes. None for a dense
+    model, and where no routing came and none was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,16 @@
 must never know a router. Numpy only."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollout.types.trajectory import Trajectory
-from trainer.consistency.checks.routing import RoutingAgreement, merge_agreements
-from trainer.consistency.service.report import RoutingFacts
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.consistency.checks.routing import NOTHING_COMPARED, RoutingAgreement, merge_agreements
+from trainer.types.evidence import Check, CheckFinding
 
 
-def check_routing(trajectory: Trajectory, agreement: RoutingAgreement | None, *, expected: bool) -> tuple[Finding, ...]:
+def check_routing(
+    trajectory: Trajectory, agreement: RoutingAgreement | None, *, expected: bool
+) -> tuple[CheckFinding, ...]:
     """Whether the evidence of one trajectory of a mixture of experts is whole. How far the experts agree is no finding
     of its own: the gap in nats is.
 
@@ -44,8 +46,8 @@ def check_routing(trajectory: Trajectory, agreement: RoutingAgreement | None, *,
     )
 
 
-def routing_facts(agreements: Sequence[RoutingAgreement | None], missing: int) -> RoutingFacts | None:
-    """One replica's numbers over its trajectories; None where there is nothing to tell: no trace came, and none was
+def routing_facts(agreements: Sequence[RoutingAgreement | None], missing: int) -> RoutingAgreement | None:
+    """One replica's numbers over its trajectories; None where there is nothing to say: no trace came, and none was
     expected.
 
     Args:
@@ -53,35 +55,11 @@ def routing_facts(agreements: Sequence[RoutingAgreement | None], missing: int) -
         missing: sampled tokens of trajectories without the trace that was expected: they lower the coverage.
     """
     found = [agreement for agreement in agreements if agreement is not None]
-    if not found:
-        return _nothing_compared() if missing else None
-    whole = merge_agreements(found)
-    wanted = whole.num_predicting + missing
-    return RoutingFacts(
-        num_rows=whole.num_rows,
-        coverage=whole.num_predicting_compared / wanted if wanted else 1.0,
-        mismatch=whole.mismatch,
-        token_any_mismatch=whole.token_any_mismatch,
-        gate_gap_mismatch=whole.gate_gap_mismatch,
-        jaccard=whole.jaccard,
-        block_mismatch=tuple(float(value) for value in whole.block_mismatch),
-        hollow_cells=int(whole.hollow_cells.sum()),
-    )
+    if not found and not missing:
+        return None
+    whole = merge_agreements(found) if found else NOTHING_COMPARED
+    return replace(whole, num_predicting=whole.num_predicting + missing)
 
 
-def _nothing_compared() -> RoutingFacts:
-    nan = float("nan")
-    return RoutingFacts(
-        num_rows=0,
-        coverage=0.0,
-        mismatch=nan,
-        token_any_mismatch=nan,
-        gate_gap_mismatch=None,
-        jaccard=nan,
-        block_mismatch=(),
-        hollow_cells=0,
-    )
-
-
-def _incomplete(code: str, detail: str) -> Finding:
-    return Finding(check=Check.ROUTING, severity=Severity.INCOMPLETE, code=code, detail=detail)
+def _incomplete(code: str, detail: str) -> CheckFinding:
+    return CheckFinding.open_question(code, detail, check=Check.ROUTING)

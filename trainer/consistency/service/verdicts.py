@@ -11,14 +11,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.consistency.checks.gap import TAIL_NATS
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.consistency.checks.mismatch import TAIL_NATS
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 from trainer.types.step import Verdict
 
 OnFail = Literal["observe", "mask", "reject", "quarantine"]
 MAX_SUSPECTS = 8
 """Suspects of one trajectory."""
-_OTHER_TOKENS = (Check.STRUCTURE, Check.TOKENIZER)
 _VERDICTS = {
     "observe": Verdict.ACCEPT,
     "mask": Verdict.MASK,
@@ -36,13 +35,13 @@ class Decision:
     """[T] tokens that leave the loss; all False unless the verdict is `mask`."""
     suspects: tuple[int, ...]
     """Positions with the largest |d|, largest first, at most `MAX_SUSPECTS`."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """All of them, in order, those that could not be checked included: an acceptance with an open question says so."""
 
 
 def decide(
-    findings: Sequence[Finding],
-    gap_findings: Sequence[Finding],
+    findings: Sequence[CheckFinding],
+    gap_findings: Sequence[CheckFinding],
     on_fail: OnFail,
     gaps: NDArray[np.floating],
     *,
@@ -73,11 +72,10 @@ def decide(
             f"got gaps {gaps.shape}, bounds {token_bound} and {suspect_bound}; expected [T] and positive nats"
         )
     kept = (*findings, *gap_findings, *_unscored(gaps, (*findings, *gap_findings)))
-    failed = [finding for finding in kept if finding.severity is Severity.FAIL]
     verdict = Verdict.ACCEPT
-    if any(finding.check in _OTHER_TOKENS for finding in failed):
+    if any(finding.breaks_tokens for finding in kept):
         verdict = Verdict.REJECT
-    elif failed:
+    elif any(finding.failed for finding in kept):
         verdict = _VERDICTS[on_fail]
     masked = np.zeros(gaps.shape, dtype=np.bool_)
     if verdict is Verdict.MASK:
@@ -85,34 +83,28 @@ def decide(
     return Decision(verdict=verdict, masked=masked, suspects=_suspects(gaps, suspect_bound), findings=kept)
 
 
-def _unscored(gaps: NDArray[np.floating], findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def _unscored(gaps: NDArray[np.floating], findings: Sequence[CheckFinding]) -> tuple[CheckFinding, ...]:
     """Tokens without a score are an open question, unless a finding has asked it already."""
     positions = np.flatnonzero(np.isnan(gaps))
     if positions.size == 0 or any(
-        finding.severity is Severity.INCOMPLETE and finding.check is Check.EVIDENCE for finding in findings
+        finding.severity is CheckSeverity.INCOMPLETE and finding.check is Check.EVIDENCE for finding in findings
     ):
         return ()
     detail = f"{positions.size} sampled tokens have no score at their version; expected one each"
-    positions_of = tuple(int(position) for position in positions)
-    return (
-        Finding(
-            check=Check.EVIDENCE,
-            severity=Severity.INCOMPLETE,
-            code="tokens_not_scored",
-            detail=detail,
-            positions=positions_of,
-        ),
-    )
+    return (CheckFinding.open_question("tokens_not_scored", detail, tuple(positions.tolist())),)
 
 
 def _masked(
-    findings: Sequence[Finding], gap_findings: Sequence[Finding], gaps: NDArray[np.floating], token_bound: float
+    findings: Sequence[CheckFinding],
+    gap_findings: Sequence[CheckFinding],
+    gaps: NDArray[np.floating],
+    token_bound: float,
 ) -> NDArray[np.bool_]:
     masked = np.zeros(gaps.shape, dtype=np.bool_)
     for finding in findings:
-        if finding.severity is Severity.FAIL:
+        if finding.failed:
             masked[list(finding.positions) if finding.positions else slice(None)] = True
-    if any(finding.severity is Severity.FAIL for finding in gap_findings):
+    if any(finding.failed for finding in gap_findings):
         masked |= ~(np.abs(gaps) <= token_bound)
     return masked
 

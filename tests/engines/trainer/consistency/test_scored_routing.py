@@ -27,6 +27,7 @@ from rollout.types.generation import TokenChunk
 from rollout.types.trajectory import FinishReason, RoutingTrace, Timings, Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.scoring.held_versions import HeldVersions
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.scorer import Scorer
 from trainer.model.routing_capture import RoutingRecorder
@@ -43,7 +44,7 @@ class Room:
     weights: Path
 
     def scorer(self, batch_tokens: int = 1000) -> Scorer:
-        return Scorer(self.model_dir, self.weights, "float32", 8, batch_tokens, 3, torch.device("cpu"))
+        return Scorer(HeldVersions(self.model_dir, self.weights, "float32", 8, 3, torch.device("cpu")), batch_tokens)
 
     def native(self, item: Trajectory) -> NDArray[np.uint8]:
         """[T - 1, blocks, top_k] each row at the version that sampled the next token (of given tokens: the first
@@ -164,7 +165,7 @@ def test_under_a_replay_the_native_choice_is_compared(room: Room):
 
 
 def test_a_dense_model_compares_nothing(tmp_path: Path):
-    scorer = Scorer(write_model(tmp_path / "dense"), tmp_path, "float32", 8, 100, 1, torch.device("cpu"))
+    scorer = Scorer(HeldVersions(write_model(tmp_path / "dense"), tmp_path, "float32", 8, 1, torch.device("cpu")), 100)
     item = trajectory((0, 3))
     assert scorer.score_with_routing([traced(item, np.zeros((6, 2, 2), dtype=np.uint8))], PLAIN)[1] == [None]
 
@@ -175,7 +176,7 @@ def test_the_torch_engines_routing_is_the_trainers(tmp_path: Path, halved: bool)
     core = core_of(directory, return_routing=True)
     core.submit(request_of("r", [3, 4, 5, 6], eos_ids=()))
     answer = by_sample(run_dry(core))
-    scorer = Scorer(directory, tmp_path, "float32", 8, 1000, 1, torch.device("cpu"))
+    scorer = Scorer(HeldVersions(directory, tmp_path, "float32", 8, 1, torch.device("cpu")), 1000)
     items = [_of_engine(index, answer["r", index]) for index in range(2)]
     if halved:
         items = [

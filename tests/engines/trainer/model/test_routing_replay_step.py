@@ -17,6 +17,7 @@ from support.trainer.trainer_room import VOCABULARY, write_model
 from rollout.errors import UserError
 from rollout.types.trajectory import RoutingTrace, Trajectory, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
+from trainer.consistency.scoring.held_versions import HeldVersions
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.scorer import Scorer
 from trainer.step.policy_trainer import PolicyTrainer
@@ -73,7 +74,7 @@ def traced(batch: Sequence[TrajectoryGroup], covered_share: float = 1.0) -> list
 
 def logged_as(batch: Sequence[TrajectoryGroup], options: ScoreOptions, folder: Path) -> list[TrajectoryGroup]:
     """The same groups, with log-probs as the consistency service computes them under `options`."""
-    scorer = Scorer(folder / "moe", folder, "float32", 8, 1000, 1, torch.device("cpu"))
+    scorer = Scorer(HeldVersions(folder / "moe", folder, "float32", 8, 1, torch.device("cpu")), 1000)
     result: list[TrajectoryGroup] = []
     for group in batch:
         scores = scorer.score(group.trajectories, options)

@@ -26,7 +26,7 @@ from orchestrator.signals.moments import BoundedParts
 from rollout.errors import ConcordError, UserError
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
-from trainer.types.evidence import Attribution, Cause
+from trainer.types.evidence import Attribution, GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES, BucketCounts, bucket_counts
 
 STEPS = 5
@@ -151,10 +151,10 @@ def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
         ess=0.9,
         outside_factor_two=0.1,
         findings=(),
-        attribution=Attribution(gap=0.9, parts=((Cause.WEIGHT_SYNC, 0.7),), residual=0.2),
+        attribution=Attribution(gap=0.9, parts=((GapCause.WEIGHT_SYNC, 0.7),), residual=0.2),
     )
     assert {cause: nats for cause, nats in attributed(gap).items() if nats} == {"weight_sync": 0.7, "unknown": 0.2}
-    assert set(attributed(gap)) == set(Cause)
+    assert set(attributed(gap)) == set(GapCause)
 
 
 def test_a_taken_port_is_told_with_the_cure():

@@ -19,12 +19,14 @@ from orchestrator.config import RunConfig, parse_config
 from orchestrator.dispatch.staleness import Pool
 from orchestrator.launch.launch import drive
 from orchestrator.loop.audit_queue import AuditQueue
+from orchestrator.loop.gap_watch import Baselines
 from orchestrator.run_dir.layout import RunDir, create_run_dir
-from rollout.errors import ConcordError
+from rollout.errors import ConcordError, UserError
 from rollout.store.sqlite.reader import open_reader
 from rollout.types.trajectory import Annotation, StoredGroups, Trajectory
 from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
+from trainer.consistency.checks.gap import GapBaseline
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.service.auditor import Auditor
 from trainer.consistency.service.report import AuditContext, AuditReport
@@ -297,3 +299,21 @@ def test_a_resumed_run_goes_on_with_the_baseline_of_its_start(tmp_path: Path) ->
     longer.drive()
     assert json.loads((case.run.path / "baseline.json").read_text()) == stored
     assert len(case.events("consistency_baseline")) == 1
+
+
+def test_a_baseline_survives_its_file_and_a_foreign_one_is_refused_with_its_cure(tmp_path: Path) -> None:
+    path, measured = (
+        tmp_path / "baseline.json",
+        GapBaseline(engine="vllm", replica=1, mean_abs=0.01, k3=1e-4, f2=0, tokens=100),
+    )
+    Baselines(path).set(measured)
+    assert Baselines(path).get(1) == measured and Baselines(path).get(0) is None
+    (document,) = json.loads(path.read_text())
+    for changed in (
+        {**document, "more": 1},
+        {k: v for k, v in document.items() if k != "k3"},
+        document | {"tokens": 0},
+    ):
+        path.write_text(json.dumps([changed]))
+        with pytest.raises(UserError, match="measured anew"):
+            Baselines(path)

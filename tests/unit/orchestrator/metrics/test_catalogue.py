@@ -15,7 +15,7 @@ from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
 from orchestrator.metrics.types import Extent, MetricType
 from orchestrator.run_dir.record import record_of_rows
 from trainer.consistency.checks.structure import DriftKind
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES
 
 ID_LIKE = {"id", "trajectory", "dispatch", "prompt", "step", "epoch", "digest", "token", "version"}
@@ -68,7 +68,7 @@ def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[st
 
 
 def test_causes_and_drifts_are_those_of_the_service():
-    assert (tuple(Cause), tuple(DriftKind)) == (CAUSES, DRIFTS)
+    assert (tuple(GapCause), tuple(DriftKind)) == (CAUSES, DRIFTS)
 
 
 def codes_of_findings() -> set[str]:
@@ -76,7 +76,9 @@ def codes_of_findings() -> set[str]:
     paths = [path for path in (ROOT / "trainer" / "consistency").rglob("*.py") if path.parent.name != "dump"]
     calls = [node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     made = [
-        call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "Finding")
+        call
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("_fail", "_finding", "CheckFinding")
     ]
     given = [
         value
@@ -89,10 +91,9 @@ def codes_of_findings() -> set[str]:
 
 def test_every_code_of_a_finding_that_fails_is_a_declared_reason():
     """One that is not declared would be counted as `other` only."""
-    warnings_and_gaps_in_evidence = {"gap_drift", "nothing_scored", "tokens_not_scored"}
     codes = codes_of_findings()
-    assert {"prefix_broken", "gap_tail", "unknown_version"} <= codes
-    assert codes - set(REASONS) == warnings_and_gaps_in_evidence
+    assert {"doubled_bos", "gap_tail", "unknown_version"} <= codes
+    assert codes - set(REASONS) == {"gap_drift"}, "a warning"
 
 
 def test_the_most_series_of_a_run_follow_from_its_sizes():

@@ -13,7 +13,7 @@ from rollout.types.trajectory import Trajectory, VersionSpan
 from trainer.consistency.attribution.inquiry import AttributionFacts
 from trainer.consistency.checks.tokens import later_turns
 from trainer.consistency.scoring.protocols import ScoreOptions
-from trainer.types.evidence import Cause
+from trainer.types.evidence import GapCause
 
 
 class ThroughTextRescorer(TableRescorer):
@@ -48,7 +48,7 @@ def without_ones(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 def test_a_later_turn_whose_prefix_went_through_text_is_the_tokenizers():
     facts = AttributionFacts(through_text=without_ones)
     found = ask(ThroughTextRescorer({}), two_turns(1), facts=facts)
-    assert parts(found) == {Cause.TOKENIZER: 0.25}  # four of eight tokens
+    assert parts(found) == {GapCause.TOKENIZER: 0.25}  # four of eight tokens
     assert found.explained == pytest.approx(1.0)
 
 

@@ -5,7 +5,15 @@ import pytest
 from support.builders import build_evidence, build_group
 
 from rollout.errors import ConcordError
-from trainer.types.evidence import Attribution, Cause, Check, Finding, Severity, decode_evidence, encode_evidence
+from trainer.types.evidence import (
+    Attribution,
+    Check,
+    CheckFinding,
+    CheckSeverity,
+    GapCause,
+    decode_evidence,
+    encode_evidence,
+)
 from trainer.types.step import Verdict
 
 
@@ -15,10 +23,10 @@ def test_evidence_comes_back_as_it_was_stored():
         (Verdict.ACCEPT, Verdict.MASK, Verdict.QUARANTINE),
         shift=0.125,
     )
-    finding = Finding(
-        check=Check.PRECISION, severity=Severity.FAIL, code="gap_mean", detail="too far", positions=(3, 7)
+    finding = CheckFinding(
+        check=Check.PRECISION, severity=CheckSeverity.FAIL, code="gap_mean", detail="too far", positions=(3, 7)
     )
-    attribution = Attribution(gap=0.5, parts=((Cause.PRECISION, 0.4),), residual=0.1)
+    attribution = Attribution(gap=0.5, parts=((GapCause.PRECISION, 0.4),), residual=0.1)
     for name, value in (("findings", (finding,)), ("attribution", attribution), ("suspects", (9,))):
         object.__setattr__(evidence.trajectories[1], name, value)
     back = decode_evidence(encode_evidence(evidence))
@@ -47,7 +55,7 @@ def test_cut_evidence_is_damaged():
 
 
 def test_the_first_cause_is_the_largest_part_unless_the_residual_is_larger():
-    parts = ((Cause.ROUTING, 0.1), (Cause.PRECISION, 0.3))
-    assert Attribution(gap=0.5, parts=parts, residual=0.1).first is Cause.PRECISION
-    assert Attribution(gap=1.0, parts=parts, residual=0.6).first is Cause.UNKNOWN
+    parts = ((GapCause.ROUTING, 0.1), (GapCause.PRECISION, 0.3))
+    assert Attribution(gap=0.5, parts=parts, residual=0.1).first is GapCause.PRECISION
+    assert Attribution(gap=1.0, parts=parts, residual=0.6).first is GapCause.UNKNOWN
     assert Attribution(gap=0.5, parts=parts, residual=0.1).explained == pytest.approx(0.8)

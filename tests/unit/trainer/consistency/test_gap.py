@@ -1,6 +1,5 @@
 """The measured gap, its baseline, limits, alarms and drift; and the versions of spans against the ledger."""
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,17 +16,15 @@ from trainer.config.consistency import GapLimits
 from trainer.consistency.checks.gap import (
     GapBaseline,
     GapSummary,
-    baseline_of,
     check_drift,
     check_gap,
     default_limits,
-    drift_slope,
+    fitted_line,
     gap_floor,
     gap_summary,
-    typical_chi2,
 )
 from trainer.consistency.checks.versions import check_versions
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 LIMITS = GapLimits(mean_abs_warn=0.02, mean_abs_fail=0.05, k3_warn=1e-3, k3_fail=1e-2)
 FINE = GapSummary(mean_abs=0.01, k3=1e-4, ess=0.99, f2=0.0, num_tokens=100)
@@ -41,7 +38,7 @@ def mask(*values: int) -> NDArray[np.bool_]:
     return np.array(values, dtype=np.bool_)
 
 
-def codes(findings: tuple[Finding, ...]) -> list[tuple[str, Severity]]:
+def codes(findings: tuple[CheckFinding, ...]) -> list[tuple[str, CheckSeverity]]:
     return [(finding.code, finding.severity) for finding in findings]
 
 
@@ -66,7 +63,10 @@ def test_what_stands_outside_the_mask_does_not_leak():
 def test_a_token_that_the_trainer_excludes_makes_the_gap_infinite_and_fail():
     found = gap_summary([row(-1.0, float("-inf"))], [row(-1.0, -3.0)], [mask(1, 1)])
     assert found == GapSummary(mean_abs=math.inf, k3=math.inf, ess=0.5, f2=0.5, num_tokens=2)
-    assert codes(check_gap(found, LIMITS, None))[:2] == [("gap_mean", Severity.FAIL), ("gap_k3", Severity.FAIL)]
+    assert codes(check_gap(found, LIMITS, None))[:2] == [
+        ("gap_mean", CheckSeverity.FAIL),
+        ("gap_k3", CheckSeverity.FAIL),
+    ]
 
 
 def test_ratios_beyond_every_float_have_a_sample_size_of_one_token():
@@ -77,25 +77,20 @@ def test_ratios_beyond_every_float_have_a_sample_size_of_one_token():
 def test_unscored_tokens_inside_the_mask_are_refused():
     with pytest.raises(ValueError, match="1 tokens of the mask"):
         gap_summary([row(float("nan"), -1.0)], [row(-1.0, -1.0)], [mask(1, 1)])
-    with pytest.raises(ValueError, match="one \\[T\\]"):
+    with pytest.raises(ValueError, match=r"one \[T\]"):
         gap_summary([row(-1.0)], [row(-1.0, -1.0)], [mask(1, 1)])
 
 
 def test_no_scored_token_is_incomplete_and_not_fine():
     for empty in (gap_summary([], [], []), gap_summary([row(-1.0)], [row(-9.0)], [mask(0)])):
-        assert codes(check_gap(empty, LIMITS, None)) == [("nothing_scored", Severity.INCOMPLETE)]
+        assert codes(check_gap(empty, LIMITS, None)) == [("nothing_scored", CheckSeverity.INCOMPLETE)]
 
 
-def test_a_baseline_survives_json_and_says_what_is_wrong_with_a_foreign_one():
-    measured = baseline_of("vllm", 1, FINE)
-    document = json.loads(json.dumps(measured.to_json()))
-    assert GapBaseline.from_json(document) == measured and document["tokens"] == 100
-    with pytest.raises(ValueError, match="measure it again"):
-        GapBaseline.from_json({key: value for key, value in document.items() if key != "k3"})
+def test_a_baseline_of_nothing_is_none():
     with pytest.raises(ValueError, match="expected tokens"):
-        baseline_of("vllm", 1, gap_summary([], [], []))
+        GapBaseline(engine="vllm", replica=1, mean_abs=0.0, k3=0.0, f2=0.0, tokens=0)
     with pytest.raises(ValueError, match="finite"):
-        GapBaseline.from_json({**document, "mean_abs": math.inf})
+        baseline(math.inf)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +125,7 @@ def test_the_noise_of_float32_passes_and_its_worst_token_alone_does_not_fail(
     normal = GapSummary(mean_abs=mean, k3=worst * mean, ess=1.0, f2=0.0, num_tokens=128)
     assert check_gap(normal, limits, baseline(mean)) == ()
     one_token = GapSummary(mean_abs=worst, k3=worst**2 / 2, ess=1.0, f2=0.0, num_tokens=1)
-    assert Severity.FAIL not in [finding.severity for finding in check_gap(one_token, limits, None)]
+    assert CheckSeverity.FAIL not in [finding.severity for finding in check_gap(one_token, limits, None)]
 
 
 @pytest.mark.parametrize("gap", [5e-3, 8.5e-3, 2.7e-2])
@@ -140,23 +135,23 @@ def test_a_head_with_old_weights_undeclared_bf16_and_stale_kv_fail_in_float32(ga
         default_limits("float32", "none", False, False),
         None,
     )
-    assert ("gap_mean", Severity.FAIL) in codes(found)
+    assert ("gap_mean", CheckSeverity.FAIL) in codes(found)
 
 
 @pytest.mark.parametrize(
     ("changed", "code", "severity"),
     [
-        ({"mean_abs": 0.03}, "gap_mean", Severity.WARN),
-        ({"mean_abs": 0.06}, "gap_mean", Severity.FAIL),
-        ({"mean_abs": math.nan}, "gap_mean", Severity.FAIL),
-        ({"k3": 2e-3}, "gap_k3", Severity.WARN),
-        ({"k3": 2e-2}, "gap_k3", Severity.FAIL),
-        ({"ess": 0.4}, "gap_ess", Severity.WARN),
-        ({"ess": 0.2}, "gap_ess", Severity.FAIL),
-        ({"f2": 0.01}, "gap_tail", Severity.WARN),
+        ({"mean_abs": 0.03}, "gap_mean", CheckSeverity.WARN),
+        ({"mean_abs": 0.06}, "gap_mean", CheckSeverity.FAIL),
+        ({"mean_abs": math.nan}, "gap_mean", CheckSeverity.FAIL),
+        ({"k3": 2e-3}, "gap_k3", CheckSeverity.WARN),
+        ({"k3": 2e-2}, "gap_k3", CheckSeverity.FAIL),
+        ({"ess": 0.4}, "gap_ess", CheckSeverity.WARN),
+        ({"ess": 0.2}, "gap_ess", CheckSeverity.FAIL),
+        ({"f2": 0.01}, "gap_tail", CheckSeverity.WARN),
     ],
 )
-def test_each_reading_has_its_ceiling(changed: dict[str, float], code: str, severity: Severity):
+def test_each_reading_has_its_ceiling(changed: dict[str, float], code: str, severity: CheckSeverity):
     assert check_gap(FINE, LIMITS, None) == ()
     found = check_gap(replace(FINE, **changed), LIMITS, None)
     assert codes(found) == [(code, severity)] and found[0].check is Check.PRECISION
@@ -167,13 +162,13 @@ def test_a_reading_at_its_ceiling_passes():
 
 
 def test_ceiling_and_baseline_are_two_alarms_that_do_not_excuse_each_other():
-    assert codes(check_gap(FINE, LIMITS, baseline(0.003))) == [("gap_above_baseline", Severity.WARN)]
+    assert codes(check_gap(FINE, LIMITS, baseline(0.003))) == [("gap_above_baseline", CheckSeverity.WARN)]
     assert codes(check_gap(FINE, LIMITS, baseline(0.004))) == []
     high = replace(FINE, mean_abs=0.06)
-    assert codes(check_gap(high, LIMITS, baseline(0.05))) == [("gap_mean", Severity.FAIL)]
+    assert codes(check_gap(high, LIMITS, baseline(0.05))) == [("gap_mean", CheckSeverity.FAIL)]
     assert codes(check_gap(high, LIMITS, baseline(0.01))) == [
-        ("gap_mean", Severity.FAIL),
-        ("gap_above_baseline", Severity.WARN),
+        ("gap_mean", CheckSeverity.FAIL),
+        ("gap_above_baseline", CheckSeverity.WARN),
     ]
 
 
@@ -191,24 +186,35 @@ def test_the_reading_counts_the_tokens_that_a_correction_masks():
     direction."""
     train, log, far = row(-1.0, -1.0, -4.0), row(-1.0, -1.0, -1.0), mask(1, 1, 0)
     assert check_gap(gap_summary([train], [log], [far]), LIMITS, None) == ()
-    assert ("gap_mean", Severity.FAIL) in codes(check_gap(gap_summary([train], [log], [mask(1, 1, 1)]), LIMITS, None))
+    assert ("gap_mean", CheckSeverity.FAIL) in codes(
+        check_gap(gap_summary([train], [log], [mask(1, 1, 1)]), LIMITS, None)
+    )
 
 
 def test_the_slope_is_the_golden_one(golden: dict[str, Any]):
     vector = golden["V19_staleness_slope"]
     for name in ("flat", "rising"):
-        assert drift_slope(vector[name]) == pytest.approx(vector[f"{name}_slope"], rel=1e-9)
-        assert drift_slope(vector[name], vector["k"]) == pytest.approx(vector[f"{name}_slope"], rel=1e-9)
-    assert drift_slope(vector["rising"], [2 * k for k in vector["k"]]) == pytest.approx(
-        vector["rising_slope"] / 2, rel=1e-9
-    )
+        assert fitted_line(vector[name], vector["k"])[0] == pytest.approx(vector[f"{name}_slope"], rel=1e-9)
+    slope, start, _ = fitted_line(vector["rising"], [2 * k for k in vector["k"]])
+    expected = (vector["rising_slope"] / 2, vector["rising_intercept"])
+    assert (slope, start) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_line_is_least_squares():
+    random = np.random.default_rng(0)
+    steps, values = np.sort(random.choice(99, size=20, replace=False)), random.normal(size=20)
+    slope, start, scatter = fitted_line(values.tolist(), steps.tolist())
+    wanted = np.polynomial.Polynomial.fit(steps, values, 1)
+    residuals = values - wanted(steps)
+    assert (slope, start) == pytest.approx((float(wanted.deriv()(0)), float(wanted(steps[0]))), rel=1e-9)
+    assert scatter == pytest.approx(residuals.std(), rel=1e-9)
 
 
 def test_drift_alarms_on_the_rising_series_and_not_on_the_flat_one(golden: dict[str, Any]):
     vector = golden["V19_staleness_slope"]
-    assert check_drift(vector["flat"]) == ()
-    assert codes(check_drift(vector["rising"])) == [("gap_drift", Severity.WARN)]
-    assert check_drift(vector["rising"][:3]) == ()
+    assert check_drift(vector["flat"], vector["k"]) == ()
+    assert codes(check_drift(vector["rising"], vector["k"])) == [("gap_drift", CheckSeverity.WARN)]
+    assert check_drift(vector["rising"][:3], vector["k"][:3]) == ()
 
 
 def test_a_quantised_rollout_that_triples_in_32_steps_drifts_while_each_reading_passes():
@@ -216,25 +222,18 @@ def test_a_quantised_rollout_that_triples_in_32_steps_drifts_while_each_reading_
     tensorwise, plain = (np.linspace(start, end, 32) + noise for start, end in ((0.010, 0.031), (0.006, 0.009)))
     limits = default_limits("bfloat16", "fp8", False, False)
     assert all(check_gap(replace(FINE, mean_abs=float(value)), limits, None) == () for value in tensorwise)
-    assert codes(check_drift(tensorwise.tolist())) == [("gap_drift", Severity.WARN)]
-    assert check_drift(plain.tolist()) == ()
+    assert codes(check_drift(tensorwise.tolist(), range(32))) == [("gap_drift", CheckSeverity.WARN)]
+    assert check_drift(plain.tolist(), range(32)) == ()
 
 
 def test_one_spike_at_the_end_is_not_a_drift():
-    assert check_drift([0.01] * 15 + [0.2]) == ()
+    assert check_drift([0.01] * 15 + [0.2], range(16)) == ()
 
 
-def test_a_slope_needs_two_readings_of_different_steps():
-    assert drift_slope([]) == drift_slope([0.3]) == 0.0
-    for values, steps in (([0.1, 0.2], [3.0, 3.0]), ([0.1, 0.2], [1.0]), ([0.1, math.nan], None)):
+def test_a_line_needs_readings_of_different_steps():
+    for values, steps in (([0.1, 0.2], [3.0, 3.0]), ([0.1, 0.2], [1.0]), ([0.1, math.nan], [1.0, 2.0])):
         with pytest.raises(ValueError, match="expected"):
-            drift_slope(values, steps)
-
-
-def test_the_typical_chi2_is_not_decided_by_one_sequence():
-    assert typical_chi2([0.01, 0.02, 0.03, 0.02, 5000.0]) == 0.02
-    with pytest.raises(ValueError, match="one a sequence"):
-        typical_chi2([])
+            fitted_line(values, steps)
 
 
 def test_the_bfloat16_grid_is_the_golden_one(golden: dict[str, Any]):
@@ -249,7 +248,7 @@ V = [PolicyVersion(1, version) for version in range(5)]
 
 def versions(
     *spans: tuple[PolicyVersion, int], known: tuple[PolicyVersion, ...] = tuple(V), committed: PolicyVersion = V[4]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckFinding, ...]:
     return check_versions(build_trajectory(spans=spans), known=known, committed=committed)
 
 
@@ -259,15 +258,15 @@ def test_spans_that_the_ledger_knows_pass():
 
 def test_a_version_that_the_ledger_does_not_know_fails_and_names_its_tokens():
     found = versions((V[1], 2), (V[3], 3), known=(V[0], V[1]))
-    assert codes(found) == [("unknown_version", Severity.FAIL)]
+    assert codes(found) == [("unknown_version", CheckSeverity.FAIL)]
     assert found[0].check is Check.VERSION and found[0].positions == (6, 7, 8) and "e1-v3" in found[0].detail
 
 
 def test_a_version_that_is_not_committed_yet_fails_since_its_age_would_be_negative():
-    assert codes(versions((V[3], 2), (V[4], 2), committed=V[3])) == [("uncommitted_version", Severity.FAIL)]
+    assert codes(versions((V[3], 2), (V[4], 2), committed=V[3])) == [("uncommitted_version", CheckSeverity.FAIL)]
     orphan, resumed = PolicyVersion(1, 4), PolicyVersion(2, 2)
     assert codes(versions((orphan, 2), known=(orphan, resumed), committed=resumed)) == [
-        ("uncommitted_version", Severity.FAIL)
+        ("uncommitted_version", CheckSeverity.FAIL)
     ]
 
 
@@ -277,7 +276,7 @@ def test_a_version_that_is_not_committed_yet_fails_since_its_age_would_be_negati
 def test_neither_epoch_nor_version_falls_within_a_trajectory(spans: tuple[tuple[PolicyVersion, int], ...]):
     known = (*V, PolicyVersion(2, 1), PolicyVersion(2, 2), PolicyVersion(2, 4))
     found = versions(*spans, known=known, committed=PolicyVersion(2, 4))
-    assert codes(found) == [("version_regressed", Severity.FAIL)] and found[0].positions == (6, 7)
+    assert codes(found) == [("version_regressed", CheckSeverity.FAIL)] and found[0].positions == (6, 7)
 
 
 def test_a_new_trainer_epoch_may_go_on_where_the_old_one_stood():

@@ -17,7 +17,7 @@ from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.routing import RoutingAgreement, routing_agreement
 from trainer.consistency.service.report import AuditContext, AuditReport, ReplicaFacts, ReplicaGap
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
-from trainer.types.evidence import Severity, decode_evidence
+from trainer.types.evidence import CheckSeverity, decode_evidence
 from trainer.types.step import Verdict
 
 
@@ -65,7 +65,7 @@ def test_whole_routing_is_silent_and_its_numbers_are_told():
     assert codes == [set(), set()] and not report.gaps[0].findings
     assert facts is not None
     assert (facts.num_rows, facts.coverage, facts.mismatch, facts.token_any_mismatch) == (16, 1.0, 0.125, 0.25)
-    assert (facts.block_mismatch, facts.hollow_cells) == ((0.0, 0.25), 0)
+    assert (facts.block_mismatch.tolist(), int(facts.hollow_cells.sum())) == ([0.0, 0.25], 0)
     assert facts.gate_gap_mismatch == pytest.approx(0.125 * math.tanh(1.0))
     assert facts.jaccard == pytest.approx(1 - 0.125 * (1 - 1 / 3))
 
@@ -89,7 +89,7 @@ def test_without_an_engine_that_is_asked_or_experts_to_ask_for_nothing_is_missin
 def test_holes_in_the_routing_are_an_open_question_and_say_how_many():
     item = build_trajectory(routing=(2, 2))
     (finding,) = check_routing(item, agreement(missing=3), expected=True)
-    assert (finding.code, finding.severity) == ("routing_incomplete", Severity.INCOMPLETE)
+    assert (finding.code, finding.severity) == ("routing_incomplete", CheckSeverity.INCOMPLETE)
     assert "5 of the 8 inputs" in finding.detail
     assert not check_routing(item, None, expected=True), "nothing of it was scored: that is told elsewhere"
 

@@ -15,10 +15,10 @@ from rollout.engines.sampling.sampling import RowSampling
 from rollout.types.generation import SamplingParams
 from rollout.types.weights import PolicyVersion
 from trainer.config.trainer import TinyModelConfig
-from trainer.consistency.scoring.number_formats import conversion, round_to_float8
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.rows import Sampler, ScoreRow, batches_of, prefix_rows
 from trainer.consistency.scoring.truncation import truncated_logprobs
+from trainer.consistency.scoring.weight_formats import conversion, round_to_float8
 from trainer.model.logprobs import chunked_logprobs
 from trainer.tiny.model import tiny_architecture
 

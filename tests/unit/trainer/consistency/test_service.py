@@ -13,9 +13,9 @@ from rollout.types.weights import PolicyVersion
 from trainer.batching.quarantine import quarantined
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.gap import GapBaseline
-from trainer.consistency.service.auditor import PromptReader
+from trainer.consistency.service.prompts import PromptReader
 from trainer.consistency.service.report import AuditContext, AuditReport, ReplicaFacts
-from trainer.types.evidence import AuditedGroup, Cause, GroupEvidence, decode_evidence
+from trainer.types.evidence import AuditedGroup, GapCause, GroupEvidence, decode_evidence
 from trainer.types.gradloc import Acted
 from trainer.types.step import Verdict
 
@@ -83,7 +83,7 @@ def test_only_the_replica_at_fault_is_blamed():
     healthy, faulty = sorted(report.gaps, key=lambda gap: gap.replica)
     assert healthy.attribution is None
     assert faulty.attribution is not None
-    assert faulty.attribution.first is Cause.WEIGHT_SYNC
+    assert faulty.attribution.first is GapCause.WEIGHT_SYNC
     assert faulty.attribution.explained >= 0.8
 
 
@@ -131,7 +131,7 @@ def test_a_prompt_that_was_encoded_otherwise_is_rejected_and_blamed_on_the_token
     assert set(report.groups[0].verdicts) == {Verdict.REJECT}
     assert any(reason.startswith("drift_") for reason in report.groups[0].reasons)
     attribution = report.gaps[0].attribution
-    assert attribution is not None and attribution.first is Cause.TOKENIZER
+    assert attribution is not None and attribution.first is GapCause.TOKENIZER
 
 
 def test_a_first_audit_of_a_bf16_trainer_measures_it_against_its_own_float32():

@@ -15,14 +15,10 @@ from trainer.consistency.checks.structure import (
     check_same_ids,
     check_structure,
     check_trajectory,
-    check_turns,
     classify_drift,
-    columns_of,
     doubled_bos,
-    prefix_extends,
-    samples_of_turns,
 )
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 
 VOCAB = 32
 END, START, TOOL, NEWLINE = 1, 2, 3, 30
@@ -49,11 +45,11 @@ def columns(**changes: Any) -> Columns:
     return replace(sound, **changes)
 
 
-def codes(findings: Sequence[Finding]) -> list[str]:
+def codes(findings: Sequence[CheckFinding]) -> list[str]:
     return [finding.code for finding in findings]
 
 
-def only(findings: Sequence[Finding]) -> Finding:
+def only(findings: Sequence[CheckFinding]) -> CheckFinding:
     assert len(findings) == 1, findings
     return findings[0]
 
@@ -66,23 +62,12 @@ def test_a_sound_trajectory_has_no_findings() -> None:
     assert check_trajectory(build_trajectory(), VOCAB, bos_id=31) == ()
 
 
-def test_our_own_trajectories_are_read_as_what_they_are() -> None:
-    trajectory = build_trajectory(prompt_tokens=3)
-    got = columns_of(trajectory)
-    assert got.spans == ((3, 11),)
-    assert (
-        got.token_ids is trajectory.token_ids
-        and got.sampled is trajectory.sampled
-        and got.logprobs is trajectory.rollout_logprobs
-    )
-
-
 @pytest.mark.parametrize(
     "changed", [{"sampled": mask("--xx")}, {"logprobs": np.zeros(6, dtype=np.float32)}, {"token_ids": ids(4, 5)}]
 )
 def test_columns_of_unequal_length_are_refused_before_they_are_read_side_by_side(changed: dict[str, Any]) -> None:
     finding = only(check_structure(columns(**changed), VOCAB))
-    assert (finding.code, finding.severity, finding.check) == ("lengths_differ", Severity.FAIL, Check.STRUCTURE)
+    assert (finding.code, finding.severity, finding.check) == ("lengths_differ", CheckSeverity.FAIL, Check.STRUCTURE)
 
 
 def test_ids_outside_the_vocabulary_are_named_with_their_positions() -> None:
@@ -117,12 +102,12 @@ def test_spans_that_overlap_run_backwards_or_leave_the_text_are_broken(spans: tu
 def test_log_probs_and_spans_that_were_not_logged_are_missing_evidence_and_no_failure() -> None:
     found = check_structure(columns(logprobs=None, spans=None), VOCAB)
     assert codes(found) == ["spans_missing", "logprobs_missing"]
-    assert {(f.check, f.severity) for f in found} == {(Check.EVIDENCE, Severity.INCOMPLETE)}
+    assert {(f.check, f.severity) for f in found} == {(Check.EVIDENCE, CheckSeverity.INCOMPLETE)}
 
 
 def test_log_probs_that_are_all_zero_count_as_not_logged() -> None:
     finding = only(check_structure(columns(logprobs=np.zeros(5, dtype=np.float32)), VOCAB))
-    assert (finding.code, finding.severity) == ("logprobs_all_zero", Severity.INCOMPLETE)
+    assert (finding.code, finding.severity) == ("logprobs_all_zero", CheckSeverity.INCOMPLETE)
 
 
 def test_log_probs_of_sampled_tokens_are_numbers_and_not_above_zero() -> None:
@@ -151,29 +136,6 @@ def test_a_doubled_begin_token_is_a_fault_unless_the_policy_sampled_it() -> None
     assert codes(check_structure(columns(token_ids=ids(4, 4, 6, 7, 8)), VOCAB, bos_id=4)) == ["doubled_bos"]
     sampled = columns(token_ids=ids(4, 4, 6, 7, 8), sampled=mask("-xxxx"), spans=((1, 5),))
     assert check_structure(sampled, VOCAB, bos_id=4) == ()
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_prefixes_are_those_of_vector_v18(golden: dict[str, Any]) -> None:
-    assert len(golden["V18_prefix"]) == 5
-    for case in golden["V18_prefix"]:
-        assert prefix_extends(ids(*case["prev"]), ids(*case["new"])) == (bool(case["extends"]), case["first_mismatch"])
-
-
-def test_a_turn_that_was_tokenized_again_breaks_the_prefix_and_begins_a_new_sample() -> None:
-    """Sampled `10 11` came back as `12`, its canonical token."""
-    turns = [ids(4, 5, 10, 11), ids(4, 5, 12, 6), ids(4, 5, 12, 6, 7)]
-    finding = only(check_turns(turns))
-    assert (finding.code, finding.severity, finding.positions) == ("prefix_broken", Severity.FAIL, (2,))
-    assert samples_of_turns(turns) == ((0, 1), (1, 3))
-
-
-def test_turns_that_extend_each_other_are_one_sample() -> None:
-    turns = [ids(4), ids(4, 5), ids(4, 5, 6)]
-    assert check_turns(turns) == () and samples_of_turns(turns) == ((0, 3),)
-    assert check_turns([]) == () and samples_of_turns([]) == ()
 
 
 # --- drift ------------------------------------------------------------------------------------------------------------
@@ -253,7 +215,11 @@ def test_the_kind_is_found_whatever_one_token_becomes() -> None:
 def test_ids_that_an_environment_saw_and_a_sample_holds_are_the_very_same() -> None:
     assert check_same_ids(CHAT, CHAT.astype(np.int64), SPECIAL, WRITTEN) == ()
     finding = only(check_same_ids(CHAT, ids(START, 5, 6, END, START, 7, 10, END), SPECIAL, WRITTEN))
-    assert (finding.check, finding.severity, finding.code) == (Check.TOKENIZER, Severity.FAIL, "drift_assistant_text")
+    assert (finding.check, finding.severity, finding.code) == (
+        Check.TOKENIZER,
+        CheckSeverity.FAIL,
+        "drift_assistant_text",
+    )
     assert finding.positions == (6,)
 
 

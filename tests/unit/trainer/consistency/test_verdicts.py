@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from trainer.consistency.service.verdicts import MAX_SUSPECTS, Decision, OnFail, decide
-from trainer.types.evidence import Check, Finding, Severity
+from trainer.types.evidence import Check, CheckFinding, CheckSeverity
 from trainer.types.step import Verdict
 
 GAPS = np.array([0.0, 0.0, 0.01, 0.9, 0.06, 2.0, 0.02, 0.04])
@@ -18,16 +18,19 @@ ALL_ON_FAIL: tuple[OnFail, ...] = get_args(OnFail)
 
 
 def finding(
-    check: Check, severity: Severity = Severity.FAIL, positions: tuple[int, ...] = (), code: str = "planted"
-) -> Finding:
-    return Finding(check=check, severity=severity, code=code, detail="planted", positions=positions)
+    check: Check, severity: CheckSeverity = CheckSeverity.FAIL, positions: tuple[int, ...] = (), code: str = "planted"
+) -> CheckFinding:
+    return CheckFinding(check=check, severity=severity, code=code, detail="planted", positions=positions)
 
 
 GAP = finding(Check.PRECISION, code="gap_mean")
 
 
 def run(
-    *findings: Finding, gap: tuple[Finding, ...] = (), on_fail: OnFail = "quarantine", gaps: NDArray[np.float64] = GAPS
+    *findings: CheckFinding,
+    gap: tuple[CheckFinding, ...] = (),
+    on_fail: OnFail = "quarantine",
+    gaps: NDArray[np.float64] = GAPS,
 ) -> Decision:
     return decide(findings, gap, on_fail, gaps, token_bound=BOUND)
 
@@ -66,14 +69,14 @@ def test_any_other_failure_does_what_the_config_says_and_is_kept(on_fail: OnFail
 
 @pytest.mark.parametrize("on_fail", ALL_ON_FAIL)
 def test_warnings_accept_and_are_kept(on_fail: OnFail):
-    warnings = tuple(finding(check, Severity.WARN) for check in Check)
-    found = run(*warnings, gap=(finding(Check.PRECISION, Severity.WARN),), on_fail=on_fail)
+    warnings = tuple(finding(check, CheckSeverity.WARN) for check in Check)
+    found = run(*warnings, gap=(finding(Check.PRECISION, CheckSeverity.WARN),), on_fail=on_fail)
     assert found.verdict is Verdict.ACCEPT and found.findings[:-1] == warnings and not found.masked.any()
 
 
 @pytest.mark.parametrize("on_fail", ALL_ON_FAIL)
 def test_an_open_question_accepts_only_where_nothing_failed_and_keeps_its_reason(on_fail: OnFail):
-    open_question = finding(Check.EVIDENCE, Severity.INCOMPLETE, code="no_trace")
+    open_question = finding(Check.EVIDENCE, CheckSeverity.INCOMPLETE, code="no_trace")
     alone = run(open_question, on_fail=on_fail)
     assert alone.verdict is Verdict.ACCEPT and alone.findings == (open_question,)
     with_failure = run(open_question, gap=(GAP,), on_fail=on_fail)
@@ -86,9 +89,9 @@ def test_tokens_that_nobody_could_score_are_an_open_question_by_themselves():
     found = run(gaps=gaps)
     assert found.verdict is Verdict.ACCEPT
     assert [(f.check, f.severity, f.positions) for f in found.findings] == [
-        (Check.EVIDENCE, Severity.INCOMPLETE, (3, 6))
+        (Check.EVIDENCE, CheckSeverity.INCOMPLETE, (3, 6))
     ]
-    asked = finding(Check.EVIDENCE, Severity.INCOMPLETE)
+    asked = finding(Check.EVIDENCE, CheckSeverity.INCOMPLETE)
     assert run(asked, gaps=gaps).findings == (asked,)
 
 
@@ -106,7 +109,9 @@ def test_a_mask_takes_tokens_that_were_not_scored_since_nothing_vouches_for_them
 
 def test_a_mask_takes_the_tokens_that_a_finding_names_or_all_of_them():
     named = run(
-        finding(Check.VERSION, positions=(6, 7)), finding(Check.ROUTING, Severity.WARN, positions=(2,)), on_fail="mask"
+        finding(Check.VERSION, positions=(6, 7)),
+        finding(Check.ROUTING, CheckSeverity.WARN, positions=(2,)),
+        on_fail="mask",
     )
     assert np.flatnonzero(named.masked).tolist() == [6, 7]
     assert run(finding(Check.SEMANTICS), on_fail="mask").masked.all()

@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.algorithms.registry import build_algorithm
@@ -19,6 +21,7 @@ from trainer.config.consistency import (
 )
 from trainer.config.trainer import GrpoConfig
 from trainer.loss.policy_loss import PolicyLoss
+from trainer.loss.ratio_buckets import PARTS
 from trainer.model.policy_model import PolicyModel
 from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import OldLogprobSource
@@ -30,7 +33,13 @@ WIDE = GrpoConfig(clip_low=0.9, clip_high=100.0)
 """A clip that never binds, so that a gradient is the ratio itself."""
 
 
-def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NOW) -> tuple[Tensor, dict[str, float]]:
+def run(
+    correction: CorrectionConfig,
+    source: OldLogprobSource,
+    now: Tensor = NOW,
+    behaviour: Tensor = BEHAVIOUR,
+    rollout: Tensor = ROLLOUT,
+) -> tuple[Tensor, dict[str, float]]:
     """Gradient of the loss by each token's log-prob, for advantages of 1 and weights of 1; and the sums."""
     logprobs = now.clone().requires_grad_()
 
@@ -42,8 +51,8 @@ def run(correction: CorrectionConfig, source: OldLogprobSource, now: Tensor = NO
         token_ids=torch.zeros((2, 3), dtype=torch.int64),
         positions=empty,
         targets=empty,
-        old_logprobs=BEHAVIOUR if source is OldLogprobSource.RECOMPUTED else ROLLOUT,
-        rollout_logprobs=ROLLOUT,
+        old_logprobs=behaviour if source is OldLogprobSource.RECOMPUTED else rollout,
+        rollout_logprobs=rollout,
         advantages=ones,
         weights=ones,
         rows=torch.tensor([0, 0, 1, 1]),
@@ -98,6 +107,35 @@ def test_the_report_splits_the_difference():
     assert sums["engine_difference"] == pytest.approx(float((BEHAVIOUR - ROLLOUT).abs().sum()))
     assert sums["logprob_difference"] == pytest.approx(float((NOW - BEHAVIOUR).abs().sum()))
     assert sums["rollout_difference"] == pytest.approx(float((NOW - ROLLOUT).abs().sum()))
+
+
+def split_of(now: float, behaviour: float, rollout: float) -> dict[str, float]:
+    """A token's log-ratios as the report splits them: total, engine and stale."""
+    given = (torch.full_like(NOW, nats) for nats in (now, behaviour, rollout))
+    _, sums = run(NoCorrection(), OldLogprobSource.RECOMPUTED, *given)
+    for part, name in (("stale", "logprob"), ("engine", "engine"), ("total", "rollout")):
+        assert sums[f"{name}_difference"] == pytest.approx(abs(sums[f"log_ratio_{part}_sum"]), rel=1e-9)
+    return {part: sums[f"log_ratio_{part}_sum"] / NOW.numel() for part in PARTS}
+
+
+def test_the_ratio_splits_as_in_vector_v19(golden: dict[str, Any]):
+    vector = golden["V19_decomp"]
+    split = split_of(*(vector[key] for key in ("lp_train_now", "lp_train_at_rollout_version", "lp_rollout")))
+    for part, name in (("stale", "staleness"), ("engine", "engine"), ("total", "total")):
+        assert split[part] == pytest.approx(vector[f"{name}_log"], rel=1e-9)
+        assert math.exp(split[part]) == pytest.approx(vector[f"{name}_ratio"], rel=1e-9)
+
+
+NATS = st.floats(min_value=-60.0, max_value=0.0, width=32)
+
+
+@given(NATS, NATS, NATS)
+def test_invariant_7_staleness_ratio_times_engine_ratio_is_the_total_ratio(
+    now: float, behaviour: float, rollout: float
+):
+    split = split_of(now, behaviour, rollout)
+    product = math.exp(split["stale"]) * math.exp(split["engine"])
+    assert product == pytest.approx(math.exp(split["total"]), rel=1e-6)
 
 
 def test_a_policy_that_is_not_finite_makes_the_loss_not_finite_and_raises_nothing():

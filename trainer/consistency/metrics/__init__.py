@@ -1,1 +1,0 @@
-"""Importance ratios and mismatch statistics of a batch."""
