@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 _PLACES = {
-    **dict.fromkeys(("CalibratedTau", "GivenTau", "GradLocConfig"), "trainer.config.trainer.gradloc"),
+    **dict.fromkeys(("CalibratedTau", "GivenTau", "GradLocConfig"), "trainer.config.gradloc"),
     **dict.fromkeys(("GradLoc", "GradLocReport"), "trainer.gradloc.gradloc"),
     **dict.fromkeys(("SumOfTerms", "micro_batch", "ranks_of"), "trainer.gradloc.any_loop"),
     "BackwardRecord": "trainer.gradloc.probe.backward_record",
     "StepData": "trainer.gradloc.probe.probe",
 }
-"""Loaded on first use, so that `trainer.config.trainer.gradloc` costs no torch."""
+"""Loaded on first use, so that `trainer.config.gradloc` costs no torch."""
 
 
 def __getattr__(name: str) -> object:
