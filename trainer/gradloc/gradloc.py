@@ -190,7 +190,6 @@ class GradLoc:
                 min(budget, self._config.suspect_passes - self._for_suspects.total) if trigger == "suspects" else budget
             ),
             max_hits=self._config.max_hits,
-            subtract=self._config.subtract,
             suspect_factor=self._config.suspect_factor,
         )
         if trigger in _SPIKES and self._for_spikes.total >= (self._config.spike_passes or DEFAULT_SEARCHES * budget):

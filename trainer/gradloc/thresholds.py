@@ -4,7 +4,7 @@ Python; it knows no gradient.
 Two forms exist. Published: each level is re-normalised by its own number of tokens, so the norm is that of a *mean*
 over the set's n tokens, and the threshold is tau / sqrt(n). Ours: the loss is a sum of weighted token terms with fixed
 denominators, so gradients are additive over any set S, the norm is that of a *sum*, and the threshold is T(S) = tau
-sqrt(sum of w_i^2 over S). With w_i = 1/N the one is the other times n/N: `sum_threshold` converts, once.
+sqrt(sum of w_i^2 over S). With w_i = 1/N the one is the other times n/N.
 
 Source: Huang, Xu, Wang et al., Stabilizing RLVR via Token-level Gradient Diagnosis and Layerwise Clipping, Tencent
 Hunyuan, 2026.
@@ -31,30 +31,3 @@ def set_threshold(tau: float, weight_square: float) -> float:
     if not weight_square >= 0:
         raise ValueError(f"got a sum of squared weights of {weight_square}; expected 0 or more")
     return tau * math.sqrt(weight_square)
-
-
-def published_threshold(tau: float, num_tokens: float) -> float:
-    """tau / sqrt(n), for the norm of the mean over n tokens."""
-    if not num_tokens > 0:
-        raise ValueError(f"got {num_tokens} tokens; expected at least one")
-    return tau / math.sqrt(num_tokens)
-
-
-def published_micro_batch_threshold(tau: float, num_tokens: int, micro_batches: int) -> float:
-    """tau sqrt(M / N): of N tokens, one of M micro-batches holds N/M."""
-    return published_threshold(tau, num_tokens / micro_batches)
-
-
-def published_rank_threshold(tau: float, num_tokens: int, micro_batches: int, world: int, ranks: int) -> float:
-    """tau sqrt(M W / (N l)): l of W ranks of one micro-batch."""
-    return published_threshold(tau, num_tokens * ranks / (micro_batches * world))
-
-
-def sum_threshold(published: float, num_tokens: float, all_tokens: float) -> float:
-    """A published threshold for n tokens (norm of a mean) as ours (norm of a sum with weights 1/N): times n/N."""
-    return published * num_tokens / all_tokens
-
-
-def published_passes(micro_batches: int, world: int, num_tokens: int) -> int:
-    """M + 2 log2 W + 2 log2 L passes for one hit, logarithms rounded up; the pass that confirms it comes on top."""
-    return micro_batches + 2 * math.ceil(math.log2(world)) + 2 * math.ceil(math.log2(max(1, num_tokens)))

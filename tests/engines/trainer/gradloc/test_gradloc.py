@@ -164,9 +164,7 @@ def test_a_micro_batch_without_a_term_is_no_obstacle(
     model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], savings: bool
 ):
     loss, place = spiking_loss(), places(healthy)[30]
-    gradloc = watching(
-        model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, subtract=savings, cut_sequences=savings
-    )
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, cut_sequences=savings)
     planted = plant(healthy, place, 1e5)
     empty = replace(healthy[0], loss_mask=np.zeros_like(healthy[0].loss_mask))
     ran = run_step(model, loss, alone, (*planted, empty))
