@@ -16,7 +16,6 @@ no model: a `StepProbe` measures.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from trainer.gradloc.probe.step_terms import NO_TERMS, StepTerms, Terms
 from trainer.gradloc.thresholds import set_threshold
 from trainer.gradloc.tree import PassBudget, Segment, TreeSearch, size_of_norm
+from trainer.types.gradloc import Outcome
 
 KAPPA = 16.0
 """The norm of a difference is off by at most this x eps x the norm of what it is taken from."""
@@ -33,22 +33,6 @@ CARRIES = 0.5
 """Suspects with less than this share of the step's norm do not carry its spike, whatever their own thresholds say."""
 EXPLAINED = 0.5
 """Share of the squared norm that hits must take away to count as the cause."""
-
-
-class Outcome(StrEnum):
-    """What becomes of a step that asks for a search."""
-
-    LOCATED = "located"
-    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the
-    squared norm, and what is left is below its threshold."""
-    DIFFUSE = "diffuse"
-    """No few tokens dominate."""
-    INCONCLUSIVE = "inconclusive"
-    """The passes ended before the search did, or only suspects were looked at."""
-    CLEAN = "clean"
-    """Every token was ruled out."""
-    NOT_SEARCHED = "not_searched"
-    """The passes that spikes may cost in a hundred steps are spent."""
 
 
 class StepProbe(Protocol):

@@ -24,7 +24,6 @@ from trainer.gradloc import GradLoc
 from trainer.gradloc.gradloc import StepSigns
 from trainer.gradloc.probe.probe import StepData, TokenLoss, draws_random_numbers
 from trainer.gradloc.probe.random_states import RandomState
-from trainer.gradloc.search import Outcome
 from trainer.loss.loss_settings import LossSettings
 from trainer.loss.policy_loss import PolicyLoss, loss_tokens
 from trainer.model.blocks import block_norms, gradients_of, named_blocks
@@ -37,6 +36,7 @@ from trainer.replay.places import NonFinitePlaces
 from trainer.replay.report import ReplayCulprit, ReplayReport, ReplayRun, shows_again, verdict_of
 from trainer.step.batch_replay import BatchReplay
 from trainer.types.evidence import audited_group
+from trainer.types.gradloc import Outcome
 from trainer.types.step import MicroBatch
 
 

@@ -28,9 +28,9 @@ from trainer.config.gradloc import GivenTau, GradLocConfig
 from trainer.config.trainer import TrainerConfig
 from trainer.gradloc import GradLoc, GradLocReport
 from trainer.gradloc.probe.backward_record import BackwardRecord
-from trainer.gradloc.search import Outcome
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, join_ranks, leave_ranks
+from trainer.types.gradloc import Outcome
 from trainer.types.step import MicroBatch
 
 __all__ = [

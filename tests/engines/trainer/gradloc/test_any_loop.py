@@ -42,7 +42,7 @@ def test_the_example_names_the_planted_token_and_nothing_else(tmp_path: Path, wo
     for rank, text in enumerate(told):
         steps = text.splitlines()
         assert [line.partition(":")[0] for line in steps] == [f"rank {rank} step {step}" for step in range(8)]
-        assert f"located: (GradLocHit(micro_batch=1, rank={world - 1}, row=2, position=17, " in steps.pop(6)
+        assert f"located: (GradLocHit(micro_batch=1, row=2, position=17, rank={world - 1}, " in steps.pop(6)
         assert not [line for line in steps if "GradLocHit" in line]
 
 

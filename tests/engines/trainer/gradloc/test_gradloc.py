@@ -34,11 +34,11 @@ from trainer.gradloc import GradLoc
 from trainer.gradloc.gradloc import StepSigns, TermPlace, without_terms
 from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.probe.probe import StepData
-from trainer.gradloc.search import Outcome
 from trainer.gradloc.spent_passes import WINDOW_STEPS
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensor
+from trainer.types.gradloc import Outcome
 from trainer.types.protocols import LossInputs
 from trainer.types.step import MicroBatch
 

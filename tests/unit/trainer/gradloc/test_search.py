@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from support.trainer.gradloc_fakes import TermsProbe
 
 from trainer.gradloc.probe.step_terms import RankTerms, StepTerms, Terms, step_terms
-from trainer.gradloc.search import Outcome, SearchLimits, SearchResult, StepSearch
+from trainer.gradloc.search import SearchLimits, SearchResult, StepSearch
+from trainer.types.gradloc import Outcome
 
 NONE: Terms = np.zeros(0, dtype=np.int64)
 TAU = 24.0
