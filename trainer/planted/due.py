@@ -22,10 +22,10 @@ from rollout.faults.gradient_config import (
 from trainer.batching.batcher import TrainingBatch
 from trainer.gradloc.probe.probe import TokenLoss
 from trainer.model.policy_model import PolicyModel
-from trainer.planted.draws import DrawnTerm, StepBatches, StepPulls, candidates, draw_terms, generator
+from trainer.planted.draws import DrawnTerm, StepPulls, candidates, draw_terms, generator
 from trainer.planted.loss import PlantedLoss, PlantedStep
 from trainer.planted.pull_meter import PullMeter
-from trainer.types.step import MicroBatch, OldLogprobSource, PlantedFault
+from trainer.types.step import MicroBatch, OldLogprobSource, PlantedFault, StepBatches
 
 _NO_GRADIENT = "no term of the step has a gradient: all advantages are 0, or the clip has cut off every ratio"
 _ONE_PART = "all terms with a gradient stand in one micro-batch of one rank, and it needs two"

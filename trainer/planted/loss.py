@@ -16,8 +16,7 @@ from trainer.gradloc.probe.probe import TokenLoss
 from trainer.loss.policy_loss import LossTokens
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
-from trainer.planted.draws import StepBatches
-from trainer.types.step import OldLogprobSource, PlantedFault
+from trainer.types.step import OldLogprobSource, PlantedFault, StepBatches
 
 _SHIFTS_A_LOGPROB = RatioSpikeFault().type
 

@@ -72,9 +72,9 @@ def build_trainer(
         from trainer.step.scripted import ScriptedTrainer
 
         return ScriptedTrainer(config, seed)
-    from trainer.step.policy_trainer import PolicyTrainer
+    from trainer.step.assembly import policy_trainer
 
-    return PolicyTrainer(
+    return policy_trainer(
         model_dir=model_dir,
         config=config,
         weights=weights,

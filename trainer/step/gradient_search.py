@@ -111,7 +111,7 @@ class GradientSearch:
             return None
         culprits = self._reader.read(report.hits, batch, audited)
         evidence = GradLocEvidence(
-            **report.facts() | {"seconds": perf_counter() - started},
+            **replace(report, seconds=perf_counter() - started).facts(),
             action=self._config.action,
             acted=Acted.NOTHING,
             loss=attempt.totals["loss"],

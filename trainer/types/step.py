@@ -1,5 +1,6 @@
 """The trainer's stages of the one-way chain: audited group, training sample, micro-batch, step report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -78,6 +79,10 @@ class MicroBatch:
     """[B] tokens of each row; 0 for a filler."""
     routing: tuple[RoutingTrace | None, ...]
     """[B] the experts that the engine chose; laid out for the model only where they are replayed."""
+
+
+StepBatches = Sequence[Sequence[MicroBatch]]
+"""[ranks][micro-batches] of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

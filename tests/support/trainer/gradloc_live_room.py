@@ -147,7 +147,7 @@ def never_had(
     """A step of a trainer without a search in which these terms, or these trajectories, had never been in the loss."""
     audited, batch, micro_batches = batch_of(trainer, groups)
     left = without_trajectories(without(micro_batches, places), set(trajectories))
-    return trainer._gradient.run(number, left, batch, audited, PhaseClock())
+    return trainer._gradient.run(number, [left], batch, audited, PhaseClock())
 
 
 def digest(trainer: PolicyTrainer, folder: Path, name: str) -> str:

@@ -32,7 +32,7 @@ from rollout.types.protocols import Store
 from rollout.types.weights import ApplyReport, Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
 from trainer.config.trainer import WeightsConfig
 from trainer.step.scripted import ScriptedTrainer
-from trainer.weights.transfer import Transfer as RankTransfer
+from trainer.weights.weight_sender import WeightSender
 
 DEADLINE_S = 20.0
 ENTRIES = tuple(TensorEntry(name=name, dtype="F32", shape=(1,), sha256="0" * 64) for name in ("a", "b", "c"))
@@ -342,7 +342,7 @@ class Rank:
     def __init__(self, transport: Transport) -> None:
         self.connections: list[Connection] = []
         self.broken = False
-        self.transfer = RankTransfer(transport, 0, torch.device("cpu"), self._source, self._connect)
+        self.transfer = WeightSender(transport, 0, torch.device("cpu"), self._source, self._connect)
 
     def _source(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())

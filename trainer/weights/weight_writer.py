@@ -55,7 +55,7 @@ class _Shard:
     num_bytes: int
 
 
-class Publisher:
+class WeightWriter:
     """Writes published directories; one lives as long as its trainer."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Publisher:
         """On rank 0: place of each tensor in the order in which `whole_tensors` yields them, once something was
         published."""
 
-    def publish(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
+    def write(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
         """Write `directory`; rank 0 returns its manifest, the others None. Collective.
 
         Args:
