@@ -21,6 +21,7 @@ from trainer.gradloc.gradloc import without_trajectories
 from trainer.step.gradient_step import GradientReport, PhaseClock
 from trainer.step.policy_trainer import PolicyTrainer
 from trainer.types.evidence import AuditedGroup, audited_group, encode_evidence
+from trainer.types.gradloc import GradLocEvidence
 from trainer.types.step import MicroBatch, OldLogprobSource, StepReport, StepRequest
 
 USUAL_LOGPROB = -3.0
@@ -113,6 +114,18 @@ def take(
     trainer: PolicyTrainer, groups: StoredGroups, number: int = 1, source: OldLogprobSource = OldLogprobSource.ROLLOUT
 ) -> StepReport:
     return trainer.step(groups, StepRequest(policy=PolicyVersion(1, number), oldest_version=0, old_logprobs=source))
+
+
+def evidence_of(report: StepReport) -> GradLocEvidence:
+    assert report.gradloc is not None
+    return report.gradloc
+
+
+def found(report: StepReport) -> list[Place]:
+    return [
+        Place(trajectory_id=culprit.trajectory_id, position=culprit.position)
+        for culprit in evidence_of(report).culprits
+    ]
 
 
 def batch_of(
