@@ -66,10 +66,6 @@ class StepData:
     context: Context | None = None
 
 
-Gradients = list[Tensor | None]
-"""This rank's part of each parameter's gradient."""
-
-
 class GradientProbe:
     """A `StepProbe` over one step. Every method but `cost` and `rest_cost` is collective."""
 
@@ -143,13 +139,21 @@ class GradientProbe:
         for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
             self._run(one)
         self._last = terms
-        return self._norm(terms, self._now(), float(torch.stack(self._losses).sum()))
+        there = {index: gradient for index, gradient in enumerate(self._now()) if gradient is not None}
+        norms = cast(Any, torch)._foreach_norm(list(there.values()))
+        blocks, total = self._reduced(list(there), norms, float(torch.stack(self._losses).sum()))
+        if terms.size == 1:
+            names = (block.name for block in self._blocks)
+            self.leaf_blocks[int(terms[0])] = tuple(zip(names, map(math.sqrt, blocks), strict=True))
+        return total
 
     def rest(self, terms: Terms) -> float:
         """|step's gradient - gradient of these terms|."""
         if not self._measured_last(terms):
             self.norm(terms)
-        return self._difference(self._step_gradients(), self._now())
+        pairs = enumerate(zip(_local(self._aside), self._now(), strict=True))
+        norms = {index: _norm_of_difference(*pair) for index, pair in pairs if any(part is not None for part in pair)}
+        return self._reduced(list(norms), list(norms.values()))[1]
 
     def rest_cost(self, terms: Terms) -> int:
         """Passes of `rest`."""
@@ -178,52 +182,34 @@ class GradientProbe:
         self._losses.append(loss.detach())
         self.tokens_forwarded += micro.token_ids.size
 
-    def _now(self) -> Gradients:
-        return [None if parameter.grad is None else local_tensor(parameter.grad) for parameter in self._parameters]
+    def _now(self) -> list[Tensor | None]:
+        return _local([parameter.grad for parameter in self._parameters])
 
-    def _step_gradients(self) -> Gradients:
-        return [None if gradient is None else local_tensor(gradient) for gradient in self._aside]
-
-    def _norm(self, terms: Terms, gradients: Gradients, loss: float) -> float:
-        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        norms = cast(Any, torch)._foreach_norm([gradients[index] for index in there])
-        return self._reduced(terms, there, norms, loss)
-
-    def _difference(self, whole: Gradients, part: Gradients) -> float:
-        """|whole - part|, a slice at a time, so that no third copy exists."""
-        there: list[int] = []
-        norms: list[Tensor] = []
-        for index, (mine, other) in enumerate(zip(whole, part, strict=True)):
-            if mine is not None or other is not None:
-                there.append(index)
-                norms.append(_norm_of_difference(mine, other))
-        return self._reduced(None, there, norms)
-
-    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
-        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single
-        term the blocks are noted.
+    def _reduced(self, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> tuple[list[float], float]:
+        """Squared norm of each block and norm of all over all ranks, from this rank's norms of some parameters; what is
+        replicated counts once.
 
         Args:
-            loss: this rank's; where the sum is not finite, neither is the answer.
+            loss: this rank's; where the sum is not finite, neither is the norm of all.
         """
         squares = np.zeros(len(self._parameters))
         if there:
-            squares[there] = np.square(
-                np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist()))
-            )
+            values = cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())
+            squares[there] = np.square(np.array(values))
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
         total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
         *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
-        if terms is not None and terms.size == 1:
-            self.leaf_blocks[int(terms[0])] = tuple(
-                (block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True)
-            )
-        return (
-            math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
-        )
+        finite = all(math.isfinite(number) for number in (*blocks, whole_loss))
+        return blocks, math.sqrt(math.fsum(blocks)) if finite else math.nan
+
+
+def _local(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's part of each parameter's gradient."""
+    return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
 
 def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
+    """A slice at a time, so that no third copy exists."""
     linalg = cast(Any, torch.linalg)
     if one is None or other is None:
         return linalg.vector_norm(one if other is None else other)
