@@ -2,8 +2,7 @@
 faults as wrappers round the parts that they act on."""
 
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -25,6 +24,7 @@ from trainer.planted.learning_rate import planted_rate
 from trainer.planted.loss import PlantedLoss
 from trainer.planted.pull_meter import PullMeter
 from trainer.step.batch_replay import BatchReplay
+from trainer.step.build import TrainerOrder
 from trainer.step.gradient_step import GradientSeam, GradientStep
 from trainer.step.planted_step import PlantedGradientStep
 from trainer.step.policy_trainer import PolicyTrainer, TrainerParts
@@ -35,35 +35,21 @@ if TYPE_CHECKING:
     from trainer.weights.weight_sender import WeightSender
 
 
-def policy_trainer(
-    *,
-    model_dir: Path,
-    config: TrainerConfig,
-    weights: WeightsConfig,
-    total_steps: int,
-    seed: int,
-    rank: int,
-    init_method: str,
-    settings: LossSettings | None = None,
-) -> PolicyTrainer:
+def policy_trainer(**order: Unpack[TrainerOrder]) -> PolicyTrainer:
     """Join the other ranks and load the model of `model_dir` as version 0.
-
-    Args:
-        total_steps: where the learning-rate schedule ends.
-        init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
-        settings: importance weights of the loss, and faults planted into its gradient; None has neither.
 
     Raises:
         UserError: the model directory or the placement cannot work.
     """
-    facts, settings, dtype = check_model_dir(model_dir), settings or LossSettings(), DTYPES[config.dtype]
-    ranks = join_ranks(config, rank, init_method)
+    model_dir, config, weights, seed = order["model_dir"], order["config"], order["weights"], order["seed"]
+    facts, settings, dtype = check_model_dir(model_dir), order.get("settings", LossSettings()), DTYPES[config.dtype]
+    ranks = join_ranks(config, order["rank"], order["init_method"])
     with ExitStack() as undo:
         undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
-        torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(seed * config.ranks + ranks.rank)  # pyright: ignore[reportUnknownMemberType]
         model, layout = load_policy(model_dir, config, ranks)
         reference = load_policy(model_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
-        rate = planted_rate(settings.faults, config.optimizer, total_steps)
+        rate = planted_rate(settings.faults, config.optimizer, order["total_steps"])
         optimizer = PolicyOptimizer(named_blocks(model), config.optimizer, ranks, rate)
         gradient = _gradient_step(config, settings, model, reference, optimizer, ranks)
         writer = WeightWriter(model, layout, model_dir, dtype=dtype, shard_bytes=weights.shard_bytes, ranks=ranks)

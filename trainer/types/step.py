@@ -132,18 +132,18 @@ class StepReport:
     """Padding included."""
     num_micro_batches: int
     """Per rank."""
-    policy_entropy: float
+    policy_entropy: float = 0.0
     """Mean over the loss's tokens, nats."""
-    clip_fraction_low: float
-    clip_fraction_high: float
-    approx_kl: float
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
+    approx_kl: float = 0.0
     """Mean k3 of old against new log-probs, nats."""
-    mean_abs_logprob_difference: float
+    mean_abs_logprob_difference: float = 0.0
     """Mean |log pi_now - old log-prob| over the loss's tokens, nats: staleness alone where the old log-probs were
     recomputed, else staleness and engine."""
-    reference_kl: float
+    reference_kl: float = 0.0
     """Mean of the configured estimator; 0 without a reference."""
-    advantage_std: float
+    advantage_std: float = 0.0
     trained_ids: frozenset[str]
     """Trajectories with at least one term in the loss."""
     masked_ids: frozenset[str] = field(default=frozenset())

@@ -65,7 +65,7 @@ def build(
         seed=5,
         rank=rank,
         init_method=f"file://{folder / f'rendezvous-{name}-{world}'}",
-        settings=settings,
+        settings=settings or LossSettings(),
     )
 
 
