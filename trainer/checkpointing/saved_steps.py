@@ -150,14 +150,14 @@ def read_step(directory: Path) -> SavedStep:
                 verdicts=tuple(arrays[f"verdict-{number}"].tobytes() for number in numbers),
             )
             random_state = arrays["random_state"]
-        numbers: dict[str, Any] = {name: float(fields[name]) for name in _AS_TEXT}
+        measured: dict[str, Any] = {name: float(fields[name]) for name in _AS_TEXT}
         return SavedStep(
             groups=groups,
             request=request,
             random_state=random_state,
             weights=PolicyVersion.parse(fields["weights"]),
             **{name: fields[name] for name in _AS_THEY_ARE},
-            **numbers,
+            **measured,
             planted=tuple(PlantedFault(**planted) for planted in fields["planted"]),
         )
 
