@@ -94,7 +94,7 @@ class Step:
             "search": BackwardRecord(self.model, ranks),
             "search, no pulls": BackwardRecord(self.model, ranks, term_pulls=False),
         }
-        self.optimizer = PolicyOptimizer(named_blocks(self.model), OptimizerConfig(learning_rate=1e-7), ranks, 1000)
+        self.optimizer = PolicyOptimizer(named_blocks(self.model), OptimizerConfig(), ranks, lambda _: 1e-7)
         rng, mask = np.random.default_rng(0), np.tile(np.arange(width) >= width // 4, (rows, 1))
         drawn = [
             micro_batch(rng.integers(shape["vocab_size"], size=(rows, width)), mask, 1 / (4 * mask.sum()))

@@ -26,15 +26,9 @@ dist.init_process_group(
 )
 ranks = ranks_of(torch.device("cpu"))
 torch.manual_seed(0)
-shape = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-model = PolicyModel(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **shape)), chunk_tokens=256)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+model = PolicyModel(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **sizes, **heads)), chunk_tokens=256)
 for unit in (*model.blocks(), model):
     fully_shard(unit, mesh=ranks.mesh)
 sum_gradients(model)

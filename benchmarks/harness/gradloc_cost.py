@@ -186,7 +186,7 @@ def watched(ranks: Ranks, kind: str) -> Watched:
     else:
         model = small_model(ranks, moe=kind == "moe", **SHAPE)
     rows = on_policy(model, ranks, random_step(0, rows=8, width=256))
-    optimizer = PolicyOptimizer(named_blocks(model), OptimizerConfig(learning_rate=1e-6), ranks, 1000)
+    optimizer = PolicyOptimizer(named_blocks(model), OptimizerConfig(), ranks, lambda _: 1e-6)
     return Watched(ranks=ranks, model=model, loss=spiking_loss(), optimizer=optimizer, rows=rows)
 
 

@@ -16,7 +16,6 @@ from trainer.config.gradloc import GivenTau
 from trainer.gradloc import GradLoc, GradLocConfig, GradLocReport
 from trainer.gradloc.gradloc import TermPlace
 from trainer.gradloc.probe.backward_record import BackwardRecord
-from trainer.gradloc.thresholds import published_passes
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
@@ -118,7 +117,7 @@ def searched(
     is off too."""
     kept = at.records.get(record)
     savings = kept is not None
-    config = GradLocConfig(threshold=GivenTau(tau=step.tau), budget_passes=200, subtract=savings, cut_sequences=savings)
+    config = GradLocConfig(threshold=GivenTau(tau=step.tau), budget_passes=200, cut_sequences=savings)
     gradloc = GradLoc(config, at.model, at.loss, at.ranks)
     ran = run_step(at.model, at.loss, at.ranks, rows, kept)
     mine = [TermPlace(micro_batch=m, row=r, position=p) for rank, (m, r, p) in suspects if rank == at.ranks.rank]
@@ -132,6 +131,11 @@ def exact(at: Room, report: GradLocReport | None, spots: Sequence[Spot]) -> bool
     mine = {place for rank, place in spots if rank == at.ranks.rank}
     found = {(hit.micro_batch, hit.row, hit.position) for hit in report.hits if hit.rank == at.ranks.rank}
     return total(at.ranks, float(mine != found)) == 0
+
+
+def published_passes(micro_batches: int, world: int, num_tokens: int) -> int:
+    """M + 2 log2 W + 2 log2 L + 1 passes for one hit, logarithms rounded up."""
+    return micro_batches + 2 * math.ceil(math.log2(world)) + 2 * math.ceil(math.log2(max(1, num_tokens))) + 1
 
 
 def all_cases(ranks: Ranks, count: int, seed: int) -> dict[str, dict[str, Any]]:
@@ -205,12 +209,10 @@ def single_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed:
         levels = math.ceil(math.log2(step.longest))
         tries: list[tuple[str, dict[str, Any], int]] = [
             ("savings", {}, 2),
-            ("no pulls", {"record": "no pulls"}, levels + 2),
+            ("no pulls", {"record": "no pulls"}, 2 * levels + 1),
         ]
         if case % 5 == 0:
-            tries.append(
-                ("published", {"record": "none"}, published_passes(micro_batches, ranks.world, step.longest) + 1)
-            )
+            tries.append(("published", {"record": "none"}, published_passes(micro_batches, ranks.world, step.longest)))
             tries.append(("suspect", {"record": "no pulls", "suspects": [where]}, 2))
         for name, settings, bound in tries:
             report = searched(at, step, rows, **settings)
@@ -242,7 +244,7 @@ def two_spikes(ranks: Ranks, moe: bool, micro_batches: int, count: int, seed: in
             seen[f"{name} cases"] += 1
             seen[f"{name} exact"] += right
             misses += [] if right else [miss(case, report, [first, second], at)]
-            each.append(0 if report is None else report.passes - 2 * (math.ceil(math.log2(step.longest)) + 2))
+            each.append(0 if report is None else report.passes - 2 * (2 * math.ceil(math.log2(step.longest)) + 1))
     return {
         **seen,
         **{f"{name} passes over the bound, at most": max(each) for name, each in over.items()},

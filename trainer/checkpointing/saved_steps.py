@@ -31,6 +31,11 @@ _MOST_TRIES = 100_000
 """Of one version; a run ends after ten in a row."""
 
 
+_AS_THEY_ARE = ("seed", "dtype", "ranks", "weights_digest", "reason", "applied")
+_AS_TEXT = ("loss", "grad_norm", "tau")
+"""JSON has no number for what is not finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedStep:
     """Everything that a replay needs but the weights."""
@@ -145,20 +150,14 @@ def read_step(directory: Path) -> SavedStep:
                 verdicts=tuple(arrays[f"verdict-{number}"].tobytes() for number in numbers),
             )
             random_state = arrays["random_state"]
+        measured: dict[str, Any] = {name: float(fields[name]) for name in _AS_TEXT}
         return SavedStep(
             groups=groups,
             request=request,
             random_state=random_state,
-            seed=fields["seed"],
-            dtype=fields["dtype"],
-            ranks=fields["ranks"],
             weights=PolicyVersion.parse(fields["weights"]),
-            weights_digest=fields["weights_digest"],
-            reason=fields["reason"],
-            applied=fields["applied"],
-            loss=float(fields["loss"]),
-            grad_norm=float(fields["grad_norm"]),
-            tau=float(fields["tau"]),
+            **{name: fields[name] for name in _AS_THEY_ARE},
+            **measured,
             planted=tuple(PlantedFault(**planted) for planted in fields["planted"]),
         )
 
@@ -172,17 +171,9 @@ def _step_bytes(saved: SavedStep, serial: int) -> bytes:
             "oldest_version": saved.request.oldest_version,
             "old_logprobs": str(saved.request.old_logprobs),
             "dispatch_ids": list(saved.groups.dispatch_ids),
-            "seed": saved.seed,
-            "dtype": saved.dtype,
-            "ranks": saved.ranks,
             "weights": saved.weights.key,
-            "weights_digest": saved.weights_digest,
-            "reason": saved.reason,
-            "applied": saved.applied,
-            # As text: JSON has no number for what is not finite.
-            "loss": repr(saved.loss),
-            "grad_norm": repr(saved.grad_norm),
-            "tau": repr(saved.tau),
+            **{name: getattr(saved, name) for name in _AS_THEY_ARE},
+            **{name: repr(getattr(saved, name)) for name in _AS_TEXT},
             "planted": [asdict(planted) for planted in saved.planted],
         }
     )

@@ -3,7 +3,7 @@ of ranks can read them."""
 
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from rollout.errors import ConcordError, UserError, boundary
+from rollout.errors import UserError, boundary
 from rollout.published.digests import canonical_json
 from trainer.checkpointing.checkpoints import STATE_NAME, TENSORS_NAME, CheckpointState, read_state, state_bytes
 from trainer.checkpointing.durable import begin_directory, complete_directory
@@ -58,12 +58,12 @@ def save_checkpoint(
         ConcordError: another rank failed.
     """
     temporary = directory.with_name(f".partial-{directory.name}")
-    _together(ranks, lambda: begin_directory(directory) if ranks.first else None)
+    ranks.of_first(lambda: begin_directory(directory))
     with _foreign_failures(f"cannot write checkpoint {directory} (free space, or choose another run directory)"):
         _dcp.save(_tensors(model, optimizer), checkpoint_id=temporary / TENSORS_NAME)
         (temporary / _rng_name(ranks.rank)).write_text(json.dumps(cast(Any, torch.get_rng_state()).tolist()))
     ranks.agree()
-    _together(ranks, lambda: _complete(temporary, directory, state, optimizer, search) if ranks.first else None)
+    ranks.of_first(lambda: _complete(temporary, directory, state, optimizer, search))
 
 
 def load_checkpoint(
@@ -144,17 +144,6 @@ def _complete(
             (temporary / _SEARCH_NAME).write_bytes(canonical_json(dict(search.state())))
         (temporary / STATE_NAME).write_bytes(state_bytes(state))
     complete_directory(temporary, directory)
-
-
-def _together(ranks: Ranks, act: Callable[[], object]) -> None:
-    """Do something on this rank and learn whether it worked on all."""
-    try:
-        act()
-    except ConcordError as error:
-        if ranks.world > 1:
-            ranks.agree(str(error))
-        raise
-    ranks.agree()
 
 
 def _rng_name(rank: int) -> str:

@@ -69,9 +69,6 @@ class GradLocConfig(Section):
     suspect_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Suspects may start a search of their own in a step above this much of its threshold, and their thresholds in it
     are this much of the others'."""
-    subtract: bool = True
-    """A half's gradient is what the other leaves of the whole's: one pass a level instead of two, for one more gradient
-    in memory. Only without dropout."""
     cut_sequences: bool = True
     """A pass runs only the sequences in question, up to the last token in question. Only without dropout."""
     part_norms: bool = True

@@ -8,11 +8,9 @@ It changes neither gradients nor random state; what a loop does with a report (`
 """
 
 import math
-from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
@@ -21,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from rollout.errors import UserError
-from trainer.config.gradloc import GivenTau, GradLocConfig
+from trainer.config.gradloc import GradLocConfig
 from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.probe.probe import GradientProbe, StepData, TokenLoss
 from trainer.gradloc.probe.step_terms import NO_TERMS, RankTerms, StepTerms, Terms, rank_terms, step_terms
 from trainer.gradloc.probe.term_pulls import Pulls, in_order_of_terms, likely_terms
-from trainer.gradloc.search import EXPLAINED, Outcome, SearchLimits, StepSearch
+from trainer.gradloc.search import EXPLAINED, SearchLimits, StepSearch
 from trainer.gradloc.spent_passes import SpentPasses
-from trainer.gradloc.thresholds import set_threshold
+from trainer.gradloc.thresholds import UsualNorm, set_threshold
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
+from trainer.types.gradloc import Outcome, SearchFacts
 from trainer.types.step import MicroBatch
 
 DEFAULT_BUDGET = 64
@@ -41,7 +40,7 @@ DEFAULT_SEARCHES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPlace:
-    """Where a token term stands: as a suspect, of this rank."""
+    """Where a token term stands on its rank: as a suspect, on this one."""
 
     micro_batch: int
     row: int
@@ -70,14 +69,11 @@ _SPIKES = ("threshold", "scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradLocHit:
+class GradLocHit(TermPlace):
     """One culprit."""
 
-    micro_batch: int
     rank: int
-    row: int
-    position: int
-    """Of the token in its row."""
+    """Whose micro-batch and row it is."""
     trajectory_id: str
     norm: float
     """L2 norm of the gradient of this term alone."""
@@ -86,27 +82,11 @@ class GradLocHit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradLocReport:
+class GradLocReport(SearchFacts):
     """One search; the same on all ranks."""
 
-    outcome: Outcome
-    trigger: str
-    """non_finite, threshold, scale or suspects."""
-    grad_norm: float
-    """Of the step."""
-    threshold: float
-    """Of the step; NaN before a calibration has one."""
-    tau: float
-    """That the search took: with trigger `scale` the lower of tau and what makes the whole step suspicious. NaN before
-    a calibration has one."""
-    hits: tuple[GradLocHit, ...]
+    hits: tuple[GradLocHit, ...] = ()
     """In the order found; only with `located` are they the cause."""
-    explained: float
-    """Share of the squared norm that goes with the hits; NaN where that was not measured."""
-    passes: int
-    tokens_forwarded: int
-    """Of all ranks, padding included."""
-    seconds: float
 
 
 class GradLoc:
@@ -128,10 +108,7 @@ class GradLoc:
         """
         self._config, self._model, self._loss, self._ranks = config, model, loss, ranks
         self._eps = float(torch.finfo(dtype).eps)
-        self._history: deque[float] = deque(
-            maxlen=1 if isinstance(config.threshold, GivenTau) else config.threshold.window_steps
-        )
-        self._before: tuple[float, ...] = ()
+        self._usual = UsualNorm(config.threshold)
         self._for_suspects, self._for_spikes = SpentPasses(), SpentPasses()
         self._begun = False
 
@@ -173,10 +150,9 @@ class GradLoc:
             if signs.weight_square is None
             else (signs.weight_square, signs.num_suspects)
         )
-        tau = self._tau()
+        tau = self._usual.tau()
         threshold = math.nan if math.isnan(tau) else set_threshold(tau, weight_square)
-        self._before = tuple(self._history)
-        self._remember(grad_norm, weight_square)
+        self._usual.remember(grad_norm, weight_square)
         trigger = self._trigger(grad_norm, threshold, num_suspects > 0, signs)
         if not trigger:
             self._count("", 0)
@@ -184,21 +160,16 @@ class GradLoc:
         if trigger == "scale":
             whole = grad_norm * math.sqrt((1.0 - EXPLAINED) / weight_square)
             tau = whole if math.isnan(tau) else min(tau, whole)
-        limits = SearchLimits(
-            tau=tau,  # not asked for while the predicate is "is not finite"
-            budget=(
-                min(budget, self._config.suspect_passes - self._for_suspects.total) if trigger == "suspects" else budget
-            ),
-            max_hits=self._config.max_hits,
-            subtract=self._config.subtract,
-            suspect_factor=self._config.suspect_factor,
+        # tau is not asked for while the predicate is "is not finite".
+        facts = SearchFacts(
+            outcome=Outcome.NOT_SEARCHED, trigger=trigger, grad_norm=grad_norm, threshold=threshold, tau=tau
         )
         if trigger in _SPIKES and self._for_spikes.total >= (self._config.spike_passes or DEFAULT_SEARCHES * budget):
-            report = _not_searched(trigger, grad_norm, tau)
+            report = GradLocReport(**facts.facts())
         else:
-            report = self._search(trigger, grad_norm, limits, step, suspects, record)
+            report = self._search(facts, budget, step, suspects, record)
         self._count(trigger, report.passes)
-        return replace(report, threshold=threshold)
+        return report
 
     def amend(self, grad_norm: float | None = None, weight_square: float = 0.0) -> None:
         """What the last `observe` saw was not applied: the history is as it was before, and learns the norm of the step
@@ -208,23 +179,19 @@ class GradLoc:
             grad_norm: of that step.
             weight_square: sum of the squared weights of its terms, over all ranks.
         """
-        self._history.clear()
-        self._history.extend(self._before)
-        if grad_norm is not None:
-            self._remember(grad_norm, weight_square)
+        self._usual.amend(grad_norm, weight_square)
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint needs: the history of norms and of passes."""
         return {
-            "history": list(self._history),
+            "history": self._usual.state(),
             "suspect_passes": self._for_suspects.state(),
             "spike_passes": self._for_spikes.state(),
         }
 
     def load_state(self, state: dict[str, list[float]]) -> None:
         """Continue from `state`."""
-        self._history.clear()
-        self._history.extend(state["history"])
+        self._usual.load_state(state["history"])
         self._for_suspects.load_state(state["suspect_passes"])
         self._for_spikes.load_state(state["spike_passes"])
 
@@ -258,21 +225,6 @@ class GradLoc:
         shared = cast(list[float], cast(Any, both).tolist())
         return shared[0], int(shared[1])
 
-    def _tau(self) -> float:
-        threshold = self._config.threshold
-        if isinstance(threshold, GivenTau):
-            return threshold.tau
-        usual = (
-            median(self._history) if len(self._history) >= min(threshold.warmup_steps, threshold.window_steps) else 0.0
-        )
-        return threshold.multiple * usual if usual > 0 else math.nan
-
-    def _remember(self, grad_norm: float, weight_square: float) -> None:
-        """Steps without a gradient, as of groups whose rewards are all alike, say nothing of what a step with one
-        usually has."""
-        if math.isfinite(grad_norm) and grad_norm > 0 and weight_square > 0:
-            self._history.append(grad_norm / math.sqrt(weight_square))
-
     def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool, signs: StepSigns) -> str:
         if not (math.isfinite(grad_norm) and math.isfinite(signs.loss)):
             return "non_finite"
@@ -285,44 +237,41 @@ class GradLoc:
 
     def _search(
         self,
-        trigger: str,
-        grad_norm: float,
-        limits: SearchLimits,
+        asked: SearchFacts,
+        budget: int,
         step: StepData,
         suspects: Sequence[TermPlace],
         record: BackwardRecord | None,
     ) -> GradLocReport:
         start = perf_counter()
+        only_suspects, non_finite = asked.trigger == "suspects", asked.trigger == "non_finite"
+        if only_suspects:
+            budget = min(budget, self._config.suspect_passes - self._for_suspects.total)
+        limits = SearchLimits(
+            tau=asked.tau, budget=budget, max_hits=self._config.max_hits, suspect_factor=self._config.suspect_factor
+        )
         table, places, likely = self._gathered(step.micro_batches, suspects, record)
         # Norms of gradients do not know where a loss that is not finite comes from.
-        only_loss = trigger == "non_finite" and math.isfinite(grad_norm)
+        only_loss = non_finite and math.isfinite(asked.grad_norm)
         known = None if record is None or only_loss else record.part_norms(len(step.micro_batches))
         probe = GradientProbe(
             self._model, self._loss, self._ranks, step, table, eps=self._eps, cut=self._config.cut_sequences
         )
         with probe:
-            searched = StepSearch(probe, table, limits, math.nan if trigger == "non_finite" else grad_norm)
-            found = searched.run(
-                places,
-                known,
-                likely=NO_TERMS if trigger == "non_finite" else likely,
-                only_suspects=trigger == "suspects",
-            )
+            searched = StepSearch(probe, table, limits, math.nan if non_finite else asked.grad_norm)
+            found = searched.run(places, known, likely=NO_TERMS if non_finite else likely, only_suspects=only_suspects)
         forwarded = self._ranks.sum(
             torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device)
         )
-        return GradLocReport(
+        made = replace(
+            asked,
             outcome=found.outcome,
-            trigger=trigger,
-            grad_norm=grad_norm,
-            threshold=math.nan,
-            tau=limits.tau,
-            hits=tuple(_hit(term, norm, table, probe) for term, norm in found.hits),
             explained=found.explained,
             passes=found.passes,
             tokens_forwarded=int(forwarded.item()),
             seconds=perf_counter() - start,
         )
+        return GradLocReport(**made.facts(), hits=tuple(_hit(term, norm, table, probe) for term, norm in found.hits))
 
     def _gathered(
         self, micro_batches: Sequence[MicroBatch], suspects: Sequence[TermPlace], record: BackwardRecord | None
@@ -340,13 +289,8 @@ class GradLoc:
         chosen = np.zeros(table.position.size, dtype=np.bool_)
         for rank, (_, places, _) in enumerate(all_ranks):
             for place in places:
-                at = (
-                    (table.micro_batch == place.micro_batch)
-                    & (table.rank == rank)
-                    & (table.row == place.row)
-                    & (table.position == place.position)
-                )
-                chosen |= at
+                of_row = (table.micro_batch == place.micro_batch) & (table.rank == rank) & (table.row == place.row)
+                chosen |= of_row & (table.position == place.position)
         of_ranks = [pulls for _, _, pulls in all_ranks if pulls is not None]
         likely = (
             likely_terms(in_order_of_terms(of_ranks), self._config.max_hits)
@@ -374,21 +318,6 @@ def without_trajectories(
         kept = np.array([each not in trajectory_ids for each in micro.trajectory_ids], dtype=np.bool_)
         result.append(micro if kept.all() else replace(micro, loss_mask=micro.loss_mask & kept[:, None]))
     return tuple(result)
-
-
-def _not_searched(trigger: str, grad_norm: float, tau: float) -> GradLocReport:
-    return GradLocReport(
-        outcome=Outcome.NOT_SEARCHED,
-        trigger=trigger,
-        grad_norm=grad_norm,
-        threshold=math.nan,
-        tau=tau,
-        hits=(),
-        explained=math.nan,
-        passes=0,
-        tokens_forwarded=0,
-        seconds=0.0,
-    )
 
 
 def _hit(term: int, norm: float, table: StepTerms, probe: GradientProbe) -> GradLocHit:

@@ -14,9 +14,9 @@ no model: a `StepProbe` measures.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,28 +24,15 @@ from numpy.typing import NDArray
 
 from trainer.gradloc.probe.step_terms import NO_TERMS, StepTerms, Terms
 from trainer.gradloc.thresholds import set_threshold
-from trainer.gradloc.tree import KAPPA, PassBudget, Predicate, Segment, TreeSearch
+from trainer.gradloc.tree import PassBudget, Segment, TreeSearch, size_of_norm
+from trainer.types.gradloc import Outcome
 
+KAPPA = 16.0
+"""The norm of a difference is off by at most this x eps x the norm of what it is taken from."""
 CARRIES = 0.5
 """Suspects with less than this share of the step's norm do not carry its spike, whatever their own thresholds say."""
 EXPLAINED = 0.5
 """Share of the squared norm that hits must take away to count as the cause."""
-
-
-class Outcome(StrEnum):
-    """What becomes of a step that asks for a search."""
-
-    LOCATED = "located"
-    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the
-    squared norm, and what is left is below its threshold."""
-    DIFFUSE = "diffuse"
-    """No few tokens dominate."""
-    INCONCLUSIVE = "inconclusive"
-    """The passes ended before the search did, or only suspects were looked at."""
-    CLEAN = "clean"
-    """Every token was ruled out."""
-    NOT_SEARCHED = "not_searched"
-    """The passes that spikes may cost in a hundred steps are spent."""
 
 
 class StepProbe(Protocol):
@@ -54,11 +41,6 @@ class StepProbe(Protocol):
     @property
     def eps(self) -> float:
         """Rounding of the numbers that compute."""
-        ...
-
-    @property
-    def additive(self) -> bool:
-        """Whether a subtraction may replace a pass."""
         ...
 
     def cost(self, terms: Terms) -> int:
@@ -77,22 +59,6 @@ class StepProbe(Protocol):
         """Passes that `rest` will take: as `cost`, and 0 for what was measured last."""
         ...
 
-    def holds(self, terms: Terms) -> bool:
-        """As `Subtraction.holds`."""
-        ...
-
-    def hold(self, terms: Terms) -> None:
-        """As `Subtraction.hold`."""
-        ...
-
-    def remainder(self, sibling: Terms) -> float:
-        """As `Subtraction.remainder`."""
-        ...
-
-    def descend(self, child: Terms, *, measured: bool) -> None:
-        """As `Subtraction.descend`."""
-        ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
@@ -103,7 +69,6 @@ class SearchLimits:
     budget: int
     """Passes."""
     max_hits: int
-    subtract: bool = True
     suspect_factor: float = 1.0
     """In a search of suspects alone their thresholds are this much of the others'."""
 
@@ -123,13 +88,15 @@ class SearchResult:
 class _Leaves:
     """Leaf i of a tree stands for `terms[offsets[i] : offsets[i + 1]]`."""
 
-    def __init__(self, probe: StepProbe, terms: Terms, offsets: Sequence[int] | NDArray[np.int64]) -> None:
-        self._probe, self._terms, self._offsets = probe, terms, offsets
+    def __init__(
+        self,
+        probe: StepProbe,
+        terms: Terms,
+        offsets: Sequence[int] | NDArray[np.int64],
+        fires: Callable[[float, Terms], bool],
+    ) -> None:
+        self._probe, self._terms, self._offsets, self._fires = probe, terms, offsets, fires
         self.num_leaves = len(offsets) - 1
-
-    @property
-    def eps(self) -> float:
-        return self._probe.eps
 
     def of(self, segment: Segment) -> Terms:
         return self._terms[self._offsets[segment.start] : self._offsets[segment.end]]
@@ -140,17 +107,8 @@ class _Leaves:
     def norm(self, segment: Segment) -> float:
         return self._probe.norm(self.of(segment))
 
-    def holds(self, segment: Segment) -> bool:
-        return self._probe.holds(self.of(segment))
-
-    def hold(self, segment: Segment) -> None:
-        self._probe.hold(self.of(segment))
-
-    def remainder(self, sibling: Segment) -> float:
-        return self._probe.remainder(self.of(sibling))
-
-    def descend(self, child: Segment, *, measured: bool) -> None:
-        self._probe.descend(self.of(child), measured=measured)
+    def fires(self, norm: float, segment: Segment) -> bool:
+        return self._fires(norm, self.of(segment))
 
 
 class StepSearch:
@@ -213,12 +171,9 @@ class StepSearch:
     def _fires(self, norm: float, terms: Terms, factor: float = 1.0) -> bool:
         return not math.isfinite(norm) if self._non_finite else not norm <= self._threshold(terms, factor)
 
-    def _tree(self, leaves: _Leaves, root_norm: float, factor: float = 1.0) -> TreeSearch:
-        predicate = Predicate(
-            threshold=lambda segment: self._threshold(leaves.of(segment), factor), non_finite=self._non_finite
-        )
-        subtracts = self._limits.subtract and self._probe.additive
-        return TreeSearch(leaves, predicate, leaves.num_leaves, self._budget, leaves if subtracts else None, root_norm)
+    def _tree(self, terms: Terms, offsets: Sequence[int] | NDArray[np.int64], factor: float = 1.0) -> TreeSearch:
+        leaves = _Leaves(self._probe, terms, offsets, partial(self._fires, factor=factor))
+        return TreeSearch(leaves, self._budget, non_finite=self._non_finite)
 
     def _search_suspects(self, suspects: Terms, factor: float) -> None:
         if not self._budget.spend(self._probe.cost(suspects)):
@@ -232,7 +187,7 @@ class StepSearch:
         if suspects.size == 1:
             self._found(int(suspects[0]), norm)
         else:
-            self._search_tokens(suspects, norm, factor)
+            self._search_tokens(suspects, factor)
 
     def _search_likely(self, likely: Terms) -> None:
         for term in likely.tolist():
@@ -250,63 +205,54 @@ class StepSearch:
             self._found(term, norm)
 
     def _search_micro_batches(self, known: NDArray[np.float64] | None) -> None:
+        """Each micro-batch over its threshold; with `known` each that has a part over the part's."""
+        table = self._table
+        if known is None:
+            norms = self._norms_of_micro_batches()
+            firing = [m for m, norm in enumerate(norms) if self._fires(norm, table.of(m))]
+        else:
+            norms = [float(np.max(of_ranks)) for of_ranks in known]
+            firing = [m for m in range(table.num_micro_batches) if self._ranks_over(m, known)]
+        self._budget.reserved = 1  # a hit is worth little unless it is confirmed
+        for micro_batch in sorted(firing, key=lambda m: -size_of_norm(norms[m])):
+            self._search_ranks(micro_batch, known)
+            if self._stopped:
+                return
+
+    def _norms_of_micro_batches(self) -> list[float]:
+        """Of each; none where the budget has no passes for all."""
+        if self._table.num_micro_batches == 1 and not self._non_finite:
+            return [self._step_norm]
         norms: list[float] = []
         for micro_batch in range(self._table.num_micro_batches):
             terms = self._table.of(micro_batch)
-            if known is not None:
-                norms.append(float(np.max(known[micro_batch])))
-            elif self._table.num_micro_batches == 1 and not self._non_finite:
-                norms.append(self._step_norm)
-            elif self._budget.spend(self._probe.cost(terms)):
-                norms.append(self._probe.norm(terms))
-            else:
-                return
-        over = self._over if known is None else self._over_somewhere(known)
-        firing = [m for m, norm in enumerate(norms) if over(m, norm)]
-        self._budget.reserved = 1  # a hit is worth little unless it is confirmed
-        for micro_batch in sorted(
-            firing, key=lambda m: (math.isfinite(norms[m]), -norms[m] if math.isfinite(norms[m]) else 0.0)
-        ):
-            self._search_ranks(micro_batch, norms[micro_batch], known)
-            if self._stopped:
-                return
+            if not self._budget.spend(self._probe.cost(terms)):
+                return []
+            norms.append(self._probe.norm(terms))
+        return norms
 
-    def _over(self, micro_batch: int, norm: float) -> bool:
-        return self._fires(norm, self._table.of(micro_batch))
+    def _ranks_over(self, micro_batch: int, known: NDArray[np.float64]) -> list[int]:
+        """Ranks whose part of a micro-batch is over its threshold, the largest norm first."""
+        norms = [float(norm) for norm in known[micro_batch]]
+        firing = [rank for rank, norm in enumerate(norms) if self._fires(norm, self._table.of(micro_batch, rank))]
+        return sorted(firing, key=lambda rank: -size_of_norm(norms[rank]))
 
-    def _over_somewhere(self, known: NDArray[np.float64]) -> Callable[[int, float], bool]:
-        def over(micro_batch: int, norm: float) -> bool:
-            return any(
-                self._fires(float(known[micro_batch, rank]), self._table.of(micro_batch, rank))
-                for rank in range(self._table.world)
-            )
-
-        return over
-
-    def _search_ranks(self, micro_batch: int, norm: float, known: NDArray[np.float64] | None) -> None:
+    def _search_ranks(self, micro_batch: int, known: NDArray[np.float64] | None) -> None:
         parts = [self._table.of(micro_batch, rank) for rank in range(self._table.world)]
         if known is not None:
-            of_ranks = [float(known[micro_batch, rank]) for rank in range(self._table.world)]
-            firing = [
-                (rank, rank_norm) for rank, rank_norm in enumerate(of_ranks) if self._fires(rank_norm, parts[rank])
-            ]
-            found = sorted(firing, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)
+            ranks: Iterable[int] = self._ranks_over(micro_batch, known)
+        elif self._table.world == 1:
+            ranks = [0]
         else:
-            found = [(0, norm)] if self._table.world == 1 else None
-        if found is not None:
-            for rank, rank_norm in found:
-                if not self._stopped:
-                    self._search_tokens(parts[rank], rank_norm)
-            return
-        offsets = np.concatenate(([0], np.cumsum([part.size for part in parts])))
-        tree = self._tree(_Leaves(self._probe, self._table.of(micro_batch), offsets), norm)
-        for hit in tree.hits():
-            self._search_tokens(parts[hit.leaf], hit.norm)
+            offsets = np.concatenate(([0], np.cumsum([part.size for part in parts])))
+            ranks = (hit.leaf for hit in self._tree(self._table.of(micro_batch), offsets).hits())
+        for rank in ranks:
+            self._search_tokens(parts[rank])
             if self._stopped:
                 return
 
-    def _search_tokens(self, terms: Terms, norm: float, factor: float = 1.0) -> None:
-        tree = self._tree(_Leaves(self._probe, terms, np.arange(terms.size + 1)), norm, factor)
+    def _search_tokens(self, terms: Terms, factor: float = 1.0) -> None:
+        tree = self._tree(terms, np.arange(terms.size + 1), factor)
         for hit in tree.hits():
             if int(terms[hit.leaf]) not in self._hits:
                 self._found(int(terms[hit.leaf]), hit.norm)

@@ -4,13 +4,18 @@ Python; it knows no gradient.
 Two forms exist. Published: each level is re-normalised by its own number of tokens, so the norm is that of a *mean*
 over the set's n tokens, and the threshold is tau / sqrt(n). Ours: the loss is a sum of weighted token terms with fixed
 denominators, so gradients are additive over any set S, the norm is that of a *sum*, and the threshold is T(S) = tau
-sqrt(sum of w_i^2 over S). With w_i = 1/N the one is the other times n/N: `sum_threshold` converts, once.
+sqrt(sum of w_i^2 over S). With w_i = 1/N the one is the other times n/N.
 
 Source: Huang, Xu, Wang et al., Stabilizing RLVR via Token-level Gradient Diagnosis and Layerwise Clipping, Tencent
 Hunyuan, 2026.
 """
 
 import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from trainer.config.gradloc import CalibratedTau, GivenTau
 
 
 def set_threshold(tau: float, weight_square: float) -> float:
@@ -33,28 +38,45 @@ def set_threshold(tau: float, weight_square: float) -> float:
     return tau * math.sqrt(weight_square)
 
 
-def published_threshold(tau: float, num_tokens: float) -> float:
-    """tau / sqrt(n), for the norm of the mean over n tokens."""
-    if not num_tokens > 0:
-        raise ValueError(f"got {num_tokens} tokens; expected at least one")
-    return tau / math.sqrt(num_tokens)
+class UsualNorm:
+    """What steps usually have, of a token: |gradient| / sqrt(sum of squared token weights), and the tau that follows
+    from it unless tau is given."""
 
+    def __init__(self, config: GivenTau | CalibratedTau) -> None:
+        self._config = config
+        self._history: deque[float] = deque(maxlen=1 if isinstance(config, GivenTau) else config.window_steps)
+        self._before: tuple[float, ...] = ()
 
-def published_micro_batch_threshold(tau: float, num_tokens: int, micro_batches: int) -> float:
-    """tau sqrt(M / N): of N tokens, one of M micro-batches holds N/M."""
-    return published_threshold(tau, num_tokens / micro_batches)
+    def tau(self) -> float:
+        """Norm of one token's gradient, before its weight, from which on it is suspicious; NaN while too little is
+        known."""
+        if isinstance(self._config, GivenTau):
+            return self._config.tau
+        enough = min(self._config.warmup_steps, self._config.window_steps)
+        usual = median(self._history) if len(self._history) >= enough else 0.0
+        return self._config.multiple * usual if usual > 0 else math.nan
 
+    def remember(self, grad_norm: float, weight_square: float) -> None:
+        """Steps without a gradient, as of groups whose rewards are all alike, say nothing of what a step with one
+        usually has."""
+        self._before = tuple(self._history)
+        self._learn(grad_norm, weight_square)
 
-def published_rank_threshold(tau: float, num_tokens: int, micro_batches: int, world: int, ranks: int) -> float:
-    """tau sqrt(M W / (N l)): l of W ranks of one micro-batch."""
-    return published_threshold(tau, num_tokens * ranks / (micro_batches * world))
+    def amend(self, grad_norm: float | None, weight_square: float) -> None:
+        """As if the last step had never been, but one with this norm, if any."""
+        self.load_state(self._before)
+        if grad_norm is not None:
+            self._learn(grad_norm, weight_square)
 
+    def state(self) -> list[float]:
+        """What a checkpoint needs."""
+        return list(self._history)
 
-def sum_threshold(published: float, num_tokens: float, all_tokens: float) -> float:
-    """A published threshold for n tokens (norm of a mean) as ours (norm of a sum with weights 1/N): times n/N."""
-    return published * num_tokens / all_tokens
+    def load_state(self, state: Sequence[float]) -> None:
+        """Continue from `state`."""
+        self._history.clear()
+        self._history.extend(state)
 
-
-def published_passes(micro_batches: int, world: int, num_tokens: int) -> int:
-    """M + 2 log2 W + 2 log2 L passes for one hit, logarithms rounded up; the pass that confirms it comes on top."""
-    return micro_batches + 2 * math.ceil(math.log2(world)) + 2 * math.ceil(math.log2(max(1, num_tokens)))
+    def _learn(self, grad_norm: float, weight_square: float) -> None:
+        if math.isfinite(grad_norm) and grad_norm > 0 and weight_square > 0:
+            self._history.append(grad_norm / math.sqrt(weight_square))

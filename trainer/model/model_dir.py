@@ -1,6 +1,7 @@
 """What a local model directory promises, read without torch: the command line checks it before anything starts."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -64,7 +65,7 @@ def check_model_dir(path: Path) -> ModelFacts:
         max_context=_integer(inner, _CONTEXT_KEYS),
         is_moe=(_integer(inner, _EXPERT_KEYS) or 0) > 1,
         tied=bool(config.get("tie_word_embeddings", inner.get("tie_word_embeddings", False))),
-        num_parameters=sum(_size(span.shape) for span in spans),
+        num_parameters=sum(math.prod(span.shape) for span in spans),
         weight_bytes=sum(span.end - span.start for span in spans),
     )
 
@@ -104,10 +105,3 @@ def _integer(config: dict[str, object], keys: tuple[str, ...]) -> int | None:
         if isinstance(value, int):
             return value
     return None
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

@@ -1,10 +1,10 @@
 """The trainer's ranks: their process group, their device, and how a model is sharded over them. It knows no batch and
 no file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from trainer.config.trainer import TrainerConfig
 from trainer.model.policy_model import PolicyModel
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,21 @@ class Ranks:
         failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message]
         if failed:
             raise ConcordError("; ".join(failed))
+
+    def of_first(self, act: Callable[[], Answer]) -> Answer | None:
+        """Do something on rank 0, and learn on all whether it worked; None on the others. Collective.
+
+        Raises:
+            ConcordError: it did not.
+        """
+        try:
+            answer = act() if self.first else None
+        except ConcordError as error:
+            if self.world > 1:
+                self.agree(str(error))
+            raise
+        self.agree()
+        return answer
 
 
 def join_ranks(config: TrainerConfig, rank: int, init_method: str) -> Ranks:

@@ -16,11 +16,11 @@ def build_clip(config: ClipConfig, names: Sequence[str], max_grad_norm: float) -
         max_grad_norm: global norm to which the optimizer clips afterwards.
     """
     match config:
-        case LayerClipConfig(mode=mode, alpha=alpha, beta=beta, eps=eps, warmup_steps=warmup_steps):
-            return LayerClip(names, mode=mode, alpha=alpha, beta=beta, eps=eps, warmup_steps=warmup_steps)
-        case ZClipConfig(alpha=alpha, beta=beta, eps=eps, warmup_steps=warmup_steps):
-            return ZClip(names, alpha=alpha, beta=beta, eps=eps, warmup_steps=warmup_steps)
-        case AdaGCConfig(lam=lam, beta=beta, warmup_steps=warmup_steps):
-            return AdaGC(names, lam=lam, beta=beta, warmup_steps=warmup_steps, warmup_max_norm=max_grad_norm)
+        case LayerClipConfig():
+            return LayerClip(names, config)
+        case ZClipConfig():
+            return ZClip(names, config)
+        case AdaGCConfig():
+            return AdaGC(names, config, max_grad_norm)
         case _:
             return NoMemoryClip(names)

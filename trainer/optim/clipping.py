@@ -3,9 +3,10 @@ It knows no tensor."""
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rollout.errors import ConcordError, UserError
 
@@ -87,22 +88,39 @@ def refuse_bad_norms(names: Sequence[str], norms: Sequence[float]) -> None:
             )
 
 
-def references_of(state: ClipState, names: Sequence[str]) -> list[float | None]:
-    """The stored reference of each block, in the order of `names`.
-
-    Raises:
-        UserError: the state is of other blocks.
-    """
-    stored: Mapping[str, float | None] = state["references"]
-    if set(stored) != set(names):
-        odd = sorted(set(stored) ^ set(names))
-        raise UserError(
-            f"the clip's state is of other blocks ({odd[0]} is on one side only); resume from a checkpoint of this "
-            "model"
-        )
-    return [stored[name] for name in names]
-
-
 def global_norm(norms: Sequence[float]) -> float:
     """Of the whole gradient, from the norms of its blocks."""
     return math.sqrt(math.fsum(norm * norm for norm in norms))
+
+
+class BlockClip(ABC):
+    """A clip whose every block has a reference of its own, a mean over the norms of its past; None until it has one."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._references: list[float | None] = [None] * len(self._names)
+
+    def decide(self, norms: Sequence[float]) -> ClipDecision:
+        refuse_bad_norms(self._names, norms)
+        decided = [self._block(block, norm) for block, norm in enumerate(norms)]
+        return ClipDecision(
+            scales=tuple(scale for scale, _ in decided), thresholds=tuple(threshold for _, threshold in decided)
+        )
+
+    def state_dict(self) -> ClipState:
+        return {"type": self.kind, "references": dict(zip(self._names, self._references, strict=True))}
+
+    def load_state_dict(self, state: ClipState) -> None:
+        stored: Mapping[str, float | None] = state["references"]
+        if odd := sorted(set(stored) ^ set(self._names)):
+            raise UserError(
+                f"the clip's state is of other blocks ({odd[0]} is on one side only); resume from a checkpoint of this "
+                "model"
+            )
+        self._references = [stored[name] for name in self._names]
+
+    @abstractmethod
+    def _block(self, block: int, norm: float) -> tuple[float, float | None]:
+        """Scale and threshold of a block in this step; learns its norm."""

@@ -4,7 +4,7 @@ The learning rate is a pure function of the step.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,11 @@ class OptimizerReport:
         return bool(self.block_scales)
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+LearningRate = Callable[[int], float]
+"""The rate of an optimizer step, by its number (from 1)."""
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:
     """The rate of optimizer step `step` (from 1): a linear warm-up, then the schedule down to its final fraction at
     `total_steps`."""
     schedule, peak = config.schedule, config.learning_rate
@@ -111,10 +115,10 @@ def build_optimizers(
 class PolicyOptimizer:
     """The clip and the optimizers on this rank's shards."""
 
-    def __init__(self, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, total_steps: int) -> None:
+    def __init__(self, blocks: Sequence[Block], config: OptimizerConfig, ranks: Ranks, rate: LearningRate) -> None:
         self._blocks = tuple(blocks)
         self._names = tuple(block.name for block in self._blocks)
-        self._config, self._ranks, self._total_steps = config, ranks, total_steps
+        self._config, self._ranks, self._rate = config, ranks, rate
         self.clip = build_clip(config.clip, self._names, config.max_grad_norm)
         self.optimizers = build_optimizers(self._blocks, config, ranks.device)
         self._guard = UpdateGuard(self.optimizers, ranks)
@@ -139,7 +143,7 @@ class PolicyOptimizer:
             step: number of this optimizer step, from 1; it sets the learning rate.
             norms: of these very gradients, from `measure`.
         """
-        rate = learning_rate(self._config, step, self._total_steps)
+        rate = self._rate(step)
         if not math.isfinite(norms.total):
             return self.drop(step, norms, f"non-finite gradient (norm {norms.total})")
         if refusal := self._guard.refusal(rate, min(norms.total, self._config.max_grad_norm)):
@@ -170,7 +174,7 @@ class PolicyOptimizer:
         self.zero()
         return OptimizerReport(
             grad_norm=norms.total,
-            learning_rate=learning_rate(self._config, step, self._total_steps),
+            learning_rate=self._rate(step),
             skipped=skipped,
             block_norms=tuple(zip(self._names, norms.blocks, strict=True)),
             block_scales=tuple(zip(self._names, decision.scales, strict=False)),

@@ -2,7 +2,7 @@
 diagnosis. It knows no gradient."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from trainer.config.trainer import TrainerConfig
 from trainer.model.blocks import Block
@@ -40,11 +40,9 @@ class StepWatch:
             with self._clip.recording([length - 1 for length in micro.lengths]):
                 yield
 
-    @contextmanager
-    def updating(self) -> Generator[None]:
+    def updating(self) -> AbstractContextManager[None]:
         """The update runs inside, and `clip_heads` at its end."""
-        with self._probes.updating():
-            yield
+        return self._probes.updating()
 
     def clip_heads(self, *, applied: bool) -> HeadLogits:
         """Scale heads down by what the step's passes showed, if its update was applied. Collective."""

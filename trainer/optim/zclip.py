@@ -7,6 +7,7 @@ z* = alpha^2 / z).
 import math
 from collections.abc import Sequence
 
+from trainer.config.trainer import ZClipConfig
 from trainer.optim.clipping import ClipDecision, ClipState, global_norm, refuse_bad_norms
 
 
@@ -18,18 +19,15 @@ class ZClip:
     far.
     """
 
-    def __init__(
-        self, names: Sequence[str], *, alpha: float = 2.5, beta: float = 0.97, eps: float = 1e-6, warmup_steps: int = 25
-    ) -> None:
-        self._names = tuple(names)
-        self._alpha, self._beta, self._eps, self._warmup_steps = alpha, beta, eps, warmup_steps
+    def __init__(self, names: Sequence[str], config: ZClipConfig) -> None:
+        self._names, self._config = tuple(names), config
         self._mean, self._variance, self._seen = 0.0, 0.0, 0
 
     def decide(self, norms: Sequence[float]) -> ClipDecision:
         refuse_bad_norms(self._names, norms)
         norm = global_norm(norms)
         threshold = self._threshold(norm)
-        scale = 1.0 if threshold is None else min(1.0, threshold / (norm + self._eps))
+        scale = 1.0 if threshold is None else min(1.0, threshold / (norm + self._config.eps))
         # The threshold itself, and not scale x norm: eps would else drift into the history.
         self._learn(norm if threshold is None else threshold)
         return ClipDecision(scales=(scale,) * len(norms), thresholds=(None,) * len(norms))
@@ -42,19 +40,20 @@ class ZClip:
 
     def _threshold(self, norm: float) -> float | None:
         """The norm to clip to; None where `norm` is no outlier, or nothing is known yet."""
-        if self._seen < self._warmup_steps:
+        if self._seen < self._config.warmup_steps:
             return None
         deviation = math.sqrt(self._variance)
-        z = (norm - self._mean) / (deviation + self._eps)
-        return self._mean + self._alpha**2 / z * deviation if z > self._alpha else None
+        z = (norm - self._mean) / (deviation + self._config.eps)
+        return self._mean + self._config.alpha**2 / z * deviation if z > self._config.alpha else None
 
     def _learn(self, norm: float) -> None:
-        if self._seen < self._warmup_steps:
+        beta = self._config.beta
+        if self._seen < self._config.warmup_steps:
             # Welford: mean and variance of all norms so far.
             before = self._mean
             self._mean += (norm - before) / (self._seen + 1)
             self._variance += ((norm - before) * (norm - self._mean) - self._variance) / (self._seen + 1)
         else:
-            self._mean = self._beta * self._mean + (1.0 - self._beta) * norm
-            self._variance = self._beta * self._variance + (1.0 - self._beta) * (norm - self._mean) ** 2
+            self._mean = beta * self._mean + (1.0 - beta) * norm
+            self._variance = beta * self._variance + (1.0 - beta) * (norm - self._mean) ** 2
         self._seen += 1

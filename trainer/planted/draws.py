@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.faults.gradient_config import NanTokenFault, RatioSpikeFault, TermFault, TwoSpikesFault
-from trainer.types.step import MicroBatch
+from trainer.types.step import MicroBatch, StepBatches
 
 LEAST_SHARE = 0.5
 """Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes
 no spike of a weak one."""
 
-StepBatches = Sequence[Sequence[MicroBatch]]
-"""[ranks][micro-batches] of one step."""
 StepPulls = Sequence[Sequence[NDArray[np.float64]]]
 """[ranks][micro-batches][B, T] how hard the term of each token pulls at the token's own logit; 0 where it has no
 gradient, or is not in the loss."""

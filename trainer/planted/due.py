@@ -1,5 +1,5 @@
-"""The gradient faults of a run that a step is due: measured, drawn, planted and told. A fault that would not show is
-told as missed, and does nothing.
+"""The gradient faults of a run that a step is due: measured, drawn, planted and reported. A fault that would not show
+is reported as missed, and does nothing.
 
 faults due -> terms that have a gradient (a forward pass, in such a step only) -> draw -> `PlantedLoss`
 """
@@ -22,10 +22,10 @@ from rollout.faults.gradient_config import (
 from trainer.batching.batcher import TrainingBatch
 from trainer.gradloc.probe.probe import TokenLoss
 from trainer.model.policy_model import PolicyModel
-from trainer.planted.draws import DrawnTerm, StepBatches, StepPulls, candidates, draw_terms, generator
+from trainer.planted.draws import DrawnTerm, StepPulls, candidates, draw_terms, generator
 from trainer.planted.loss import PlantedLoss, PlantedStep
 from trainer.planted.pull_meter import PullMeter
-from trainer.types.step import MicroBatch, OldLogprobSource, PlantedFault
+from trainer.types.step import MicroBatch, OldLogprobSource, PlantedFault, StepBatches
 
 _NO_GRADIENT = "no term of the step has a gradient: all advantages are 0, or the clip has cut off every ratio"
 _ONE_PART = "all terms with a gradient stand in one micro-batch of one rank, and it needs two"
@@ -62,12 +62,8 @@ class DueFaults:
         self._real, self._uncorrected = real, uncorrected
         self._done: set[tuple[int, int]] = set()
         self._block_names = tuple(model.named_blocks())
-        wanted = [
-            fault.block
-            for fault in faults.in_gradients
-            if isinstance(fault, BlockExplosionFault) and fault.block is not None
-        ]
-        beyond = [block for block in wanted if block >= len(self._block_names)]
+        explosions = [fault for fault in faults.in_gradients if isinstance(fault, BlockExplosionFault)]
+        beyond = [fault.block for fault in explosions if (fault.block or 0) >= len(self._block_names)]
         if beyond:
             number = len(self._block_names)
             raise UserError(
@@ -104,9 +100,8 @@ class DueFaults:
         if source is OldLogprobSource.RECOMPUTED and not self._corrects:
             return (PlantedFault(fault=fault.type, missed=_UNUSED),)
         shifted = step.micro_batches
-        if (
-            source is OldLogprobSource.ROLLOUT
-        ):  # without weights terms know nothing of each other, so all can be measured at once
+        # Without weights terms know nothing of each other, so all can be measured at once.
+        if source is OldLogprobSource.ROLLOUT:
             shifted = [
                 [_with_old_shifted(micro, fault.shift_nats) for micro in micro_batches]
                 for micro_batches in step.micro_batches
@@ -138,29 +133,24 @@ def _drawn(fault: TermFault, step: StepBatches, pulls: StepPulls, rng: np.random
     if not drawn:
         there = any(allowed.any() for of_rank in tokens for allowed in of_rank)
         return (PlantedFault(fault=fault.type, missed=_why_none(fault, there=there)),)
-    return tuple(_told(fault, step, term) for term in drawn)
+    return tuple(_planted(fault, step, term) for term in drawn)
 
 
 def _why_none(fault: TermFault, *, there: bool) -> str:
-    if isinstance(fault, TwoSpikesFault) and there:
-        return _ONE_PART
-    return (
-        _NO_TOKEN
-        if isinstance(fault, NanTokenFault)
-        else _NO_RATIO
-        if isinstance(fault, RatioSpikeFault)
-        else _NO_GRADIENT
-    )
+    match fault:
+        case TwoSpikesFault() if there:
+            return _ONE_PART
+        case NanTokenFault():
+            return _NO_TOKEN
+        case RatioSpikeFault():
+            return _NO_RATIO
+        case _:
+            return _NO_GRADIENT
 
 
-def _told(fault: TermFault, step: StepBatches, term: DrawnTerm) -> PlantedFault:
-    factor = (
-        None
-        if isinstance(fault, NanTokenFault)
-        else fault.shift_nats
-        if isinstance(fault, RatioSpikeFault)
-        else fault.factor
-    )
+def _planted(fault: TermFault, step: StepBatches, term: DrawnTerm) -> PlantedFault:
+    plain = None if isinstance(fault, NanTokenFault | RatioSpikeFault) else fault.factor
+    factor = fault.shift_nats if isinstance(fault, RatioSpikeFault) else plain
     return PlantedFault(
         fault=fault.type,
         factor=factor,

@@ -15,18 +15,10 @@ from trainer.batching.batcher import TrainingBatch
 from trainer.gradloc.probe.probe import TokenLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
-from trainer.planted.draws import StepBatches
 from trainer.types.loss_tokens import LossTokens
-from trainer.types.step import OldLogprobSource, PlantedFault
+from trainer.types.step import OldLogprobSource, PlantedFault, StepBatches
 
 _SHIFTS_A_LOGPROB = RatioSpikeFault().type
-
-
-@dataclass(frozen=True, slots=True)
-class _ScaledTerm:
-    trajectory_id: str
-    position: int
-    factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +37,8 @@ class PlantedLoss:
 
     def __init__(self, inner: TokenLoss, model: PolicyModel) -> None:
         self._inner, self._model = inner, model
-        self._terms: list[_ScaledTerm] = []
+        self._terms: list[tuple[str, int, float]] = []
+        """(trajectory, position, factor)"""
         self._factor = 1.0
         self._blocks: dict[str, ScaledBlock] = {}
 
@@ -70,10 +63,10 @@ class PlantedLoss:
         """The real loss over scaled weights; importance ratios stay as they are."""
         weights = tokens.weights if self._factor == 1.0 else tokens.weights * self._factor
         width = tokens.token_ids.shape[1]
-        for term in self._terms:
-            if term.trajectory_id in tokens.trajectory_ids:
-                place = tokens.trajectory_ids.index(term.trajectory_id) * width + term.position - 1
-                weights = torch.where(tokens.positions == place, weights * term.factor, weights)
+        for trajectory_id, position, factor in self._terms:
+            if trajectory_id in tokens.trajectory_ids:
+                place = tokens.trajectory_ids.index(trajectory_id) * width + position - 1
+                weights = torch.where(tokens.positions == place, weights * factor, weights)
         return self._inner(model, replace(tokens, weights=weights), temperature, source, only)
 
     def clear(self) -> None:
@@ -92,9 +85,8 @@ class PlantedLoss:
                 step = _shifted(step, fault)
             elif fault.trajectory_id:
                 assert fault.position is not None
-                self._terms.append(
-                    _ScaledTerm(fault.trajectory_id, fault.position, math.nan if fault.factor is None else fault.factor)
-                )
+                factor = math.nan if fault.factor is None else fault.factor
+                self._terms.append((fault.trajectory_id, fault.position, factor))
             elif fault.block:
                 self._block(fault.block).factor *= _factor(fault)
             else:
@@ -120,10 +112,8 @@ def _shifted(step: PlantedStep, fault: PlantedFault) -> PlantedStep:
     assert fault.micro_batch is not None
     assert fault.position is not None
     shift, micro = _factor(fault), step.micro_batches[fault.rank][fault.micro_batch]
-    at, both = (
-        (micro.trajectory_ids.index(fault.trajectory_id), fault.position),
-        step.batch.old_logprob_source is OldLogprobSource.ROLLOUT,
-    )
+    at = micro.trajectory_ids.index(fault.trajectory_id), fault.position
+    both = step.batch.old_logprob_source is OldLogprobSource.ROLLOUT
     ranks = [list(micro_batches) for micro_batches in step.micro_batches]
     rollout = _plus(micro.rollout_logprobs, at, shift)
     ranks[fault.rank][fault.micro_batch] = replace(

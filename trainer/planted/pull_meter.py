@@ -14,8 +14,8 @@ from trainer.gradloc.probe.probe import Context, TokenLoss
 from trainer.loss.policy_loss import loss_tokens
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, reshard
-from trainer.planted.draws import StepBatches, StepPulls
-from trainer.types.step import MicroBatch
+from trainer.planted.draws import StepPulls
+from trainer.types.step import MicroBatch, StepBatches
 
 
 class PullMeter:

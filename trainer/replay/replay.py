@@ -24,20 +24,19 @@ from trainer.gradloc import GradLoc
 from trainer.gradloc.gradloc import StepSigns
 from trainer.gradloc.probe.probe import StepData, TokenLoss, draws_random_numbers
 from trainer.gradloc.probe.random_states import RandomState
-from trainer.gradloc.search import Outcome
 from trainer.loss.loss_settings import LossSettings
 from trainer.loss.policy_loss import PolicyLoss, loss_tokens
 from trainer.model.blocks import block_norms, gradients_of, named_blocks
 from trainer.model.loading import DTYPES, load_policy
 from trainer.model.ranks import Ranks, join_ranks, leave_ranks
 from trainer.optim.clipping import global_norm
-from trainer.planted.draws import StepBatches
 from trainer.planted.loss import PlantedLoss, PlantedStep
 from trainer.replay.places import NonFinitePlaces
 from trainer.replay.report import ReplayCulprit, ReplayReport, ReplayRun, shows_again, verdict_of
 from trainer.step.batch_replay import BatchReplay
 from trainer.types.evidence import audited_group
-from trainer.types.step import MicroBatch
+from trainer.types.gradloc import Outcome
+from trainer.types.step import MicroBatch, StepBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from rollout.types.trajectory import StoredGroups
 from rollout.types.weights import PolicyVersion, WeightManifest
@@ -52,35 +52,32 @@ class TrainerRank(Protocol):
         ...
 
 
-def build_trainer(
-    *,
-    model_dir: Path,
-    config: TrainerConfig,
-    weights: WeightsConfig,
-    total_steps: int,
-    seed: int,
-    rank: int,
-    init_method: str,
-    settings: LossSettings | None = None,
-) -> TrainerRank:
+class TrainerOrder(TypedDict):
+    """What one rank is built from."""
+
+    model_dir: Path
+    config: TrainerConfig
+    weights: WeightsConfig
+    total_steps: int
+    """Where the learning-rate schedule ends."""
+    seed: int
+    rank: int
+    init_method: str
+    """Rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist)."""
+    settings: NotRequired[LossSettings]
+    """Importance weights of the loss, and faults planted into its gradient; neither, where it is left out."""
+
+
+def build_trainer(**order: Unpack[TrainerOrder]) -> TrainerRank:
     """Rank `rank` of `config.ranks`, with the model of `model_dir` as version 0.
 
     Raises:
         UserError: the model directory or the placement cannot work.
     """
-    if config.type == "scripted":
+    if order["config"].type == "scripted":
         from trainer.step.scripted import ScriptedTrainer
 
-        return ScriptedTrainer(config, seed)
-    from trainer.step.policy_trainer import PolicyTrainer
+        return ScriptedTrainer(order["config"], order["seed"])
+    from trainer.step.assembly import policy_trainer
 
-    return PolicyTrainer(
-        model_dir=model_dir,
-        config=config,
-        weights=weights,
-        total_steps=total_steps,
-        seed=seed,
-        rank=rank,
-        init_method=init_method,
-        settings=settings,
-    )
+    return policy_trainer(**order)

@@ -19,12 +19,11 @@ from trainer.gradloc.gradloc import GradLoc, GradLocReport, StepSigns, TermPlace
 from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.probe.probe import Context, StepData, TokenLoss
 from trainer.gradloc.probe.random_states import RandomState
-from trainer.gradloc.search import Outcome
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks
 from trainer.optim.optimizer import GradientNorms
 from trainer.types.evidence import AuditedGroup
-from trainer.types.gradloc import Acted, GradLocEvidence
+from trainer.types.gradloc import Acted, GradLocEvidence, Outcome
 from trainer.types.step import MicroBatch
 
 
@@ -112,19 +111,11 @@ class GradientSearch:
             return None
         culprits = self._reader.read(report.hits, batch, audited)
         evidence = GradLocEvidence(
-            outcome=str(report.outcome),
-            trigger=report.trigger,
+            **replace(report, seconds=perf_counter() - started).facts(),
             action=self._config.action,
             acted=Acted.NOTHING,
             loss=attempt.totals["loss"],
-            grad_norm=report.grad_norm,
-            threshold=report.threshold,
-            tau=report.tau,
-            explained=report.explained,
             culprits=culprits,
-            passes=report.passes,
-            tokens_forwarded=report.tokens_forwarded,
-            seconds=perf_counter() - started,
         )
         return self._decided(report, evidence, attempt.micro_batches, batch)
 

@@ -8,9 +8,9 @@ and no version.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -28,7 +28,7 @@ from trainer.step.batch_replay import BatchReplay
 from trainer.step.gradient_search import Attempt, GradientSearch
 from trainer.types.evidence import AuditedGroup
 from trainer.types.gradloc import Acted, GradLocEvidence
-from trainer.types.step import MicroBatch
+from trainer.types.step import MicroBatch, PlantedFault, StepBatches
 
 ROUTING_SUMS = ("routing_expected", "routing_replayed")
 """What ranks sum up in a step beside the sums of the loss: of a replay, the inputs that predict something and those of
@@ -63,6 +63,28 @@ class GradientReport:
     probes: tuple[Probed, ...]
     attention_logits: HeadLogits
     """Before the heads were scaled."""
+    planted: tuple[PlantedFault, ...] = ()
+    """Gradient faults that the step was due."""
+
+
+class GradientSeam(Protocol):
+    """What a trainer's step runs: a `GradientStep`, or a wrapper round one."""
+
+    @property
+    def search(self) -> GradientSearch | None:
+        """The gradient search, None where it is off."""
+        ...
+
+    def run(
+        self, step: int, packed: StepBatches, batch: TrainingBatch, audited: Sequence[AuditedGroup], clock: PhaseClock
+    ) -> GradientReport:
+        """Compute the gradient of this rank's micro-batches and apply it as optimizer step `step` (from 1).
+
+        Args:
+            packed: the micro-batches of all ranks.
+            audited: the groups that `batch` was built from, with their evidence.
+        """
+        ...
 
 
 class GradientStep:
@@ -90,41 +112,26 @@ class GradientStep:
         )
 
     def run(
-        self,
-        step: int,
-        micro_batches: Sequence[MicroBatch],
-        batch: TrainingBatch,
-        audited: Sequence[AuditedGroup],
-        clock: PhaseClock,
+        self, step: int, packed: StepBatches, batch: TrainingBatch, audited: Sequence[AuditedGroup], clock: PhaseClock
     ) -> GradientReport:
-        """Compute the gradient of this rank's micro-batches and apply it as optimizer step `step` (from 1).
-
-        Args:
-            audited: the groups that `batch` was built from, with their evidence.
-        """
-        attempt = self._attempt(micro_batches, batch)
+        """As `GradientSeam.run`."""
+        done = _Done(attempt=self._attempt(packed[self._ranks.rank], batch))
         clock.end("forward_backward")
-        found = (
-            None
-            if self.search is None or not batch.num_tokens
-            else self._searched(self.search, attempt, batch, audited)
-        )
-        attempt, evidence, removed = (
-            (attempt, None, dict[str, int]()) if found is None else (found.attempt, found.evidence, found.removed)
-        )
+        if self.search is not None and batch.num_tokens:
+            done = self._searched(self.search, done.attempt, batch, audited)
         clock.end("gradloc")
         with self._watch.updating():
-            optimizer = self._end(step, attempt, _refusal(attempt, evidence))
+            optimizer = self._end(step, done.attempt, _refusal(done))
             attention_logits = self._watch.clip_heads(applied=optimizer.applied)
         probes = self._watch.take()
         if self.search is not None:
-            self._remember(self.search, found, attempt, batch, applied=not optimizer.skipped)
+            self._remember(self.search, done, batch, applied=not optimizer.skipped)
         clock.end("optimizer")
         return GradientReport(
-            totals=attempt.totals,
+            totals=done.attempt.totals,
             optimizer=optimizer,
-            evidence=evidence,
-            removed=removed,
+            evidence=done.evidence,
+            removed=done.removed,
             probes=probes,
             attention_logits=attention_logits,
         )
@@ -154,20 +161,17 @@ class GradientStep:
 
     def _searched(
         self, search: GradientSearch, attempt: Attempt, batch: TrainingBatch, audited: Sequence[AuditedGroup]
-    ) -> "_Searched | None":
-        """Look at an attempt, and compute the step again where the search says without what; None where nothing was
-        searched."""
+    ) -> "_Done":
+        """Look at an attempt, and compute the step again where the search says without what."""
         found = search.look(attempt, batch, audited, self._optimizer.smallest_scale(attempt.norms))
-        if found is None:
-            return None
-        if found.micro_batches is None:
-            return _Searched(attempt=attempt, evidence=found.evidence, removed=found.removed, again=False)
+        if found is None or found.micro_batches is None:
+            return _Done(attempt=attempt, evidence=None if found is None else found.evidence)
         self._optimizer.zero()
         if attempt.random_states:
             attempt.random_states[0].put_back(self._ranks.device)
         again = self._attempt(found.micro_batches, batch)
         evidence = replace(found.evidence, grad_norm_after=again.norms.total)
-        return _Searched(attempt=again, evidence=evidence, removed=found.removed, again=True)
+        return _Done(attempt=again, evidence=evidence, removed=found.removed, again=True)
 
     def _end(self, step: int, attempt: Attempt, refusal: str) -> OptimizerReport:
         """Apply the attempt, or drop it: with a reason, or because no term is left."""
@@ -175,20 +179,12 @@ class GradientStep:
             return self._optimizer.drop(step, attempt.norms, refusal)
         return self._optimizer.apply(step, attempt.norms)
 
-    def _remember(
-        self,
-        search: GradientSearch,
-        found: "_Searched | None",
-        attempt: Attempt,
-        batch: TrainingBatch,
-        *,
-        applied: bool,
-    ) -> None:
+    def _remember(self, search: GradientSearch, done: "_Done", batch: TrainingBatch, *, applied: bool) -> None:
         """Only what is applied makes history, and of that only gradients; a step without a term was not looked at."""
-        if batch.num_tokens and (not applied or (found is not None and found.again)):
-            search.amend(attempt if applied else None, batch, {} if found is None else found.removed)
-        if applied and attempt.norms.total > 0:
-            search.applied(attempt.norms)
+        if batch.num_tokens and (not applied or done.again):
+            search.amend(done.attempt if applied else None, batch, done.removed)
+        if applied and done.attempt.norms.total > 0:
+            search.applied(done.attempt.norms)
 
     def _context(self, micro: MicroBatch) -> AbstractContextManager[tuple[int, int]]:
         """Forward and backward of a micro-batch run inside it; yields what it adds to `ROUTING_SUMS`."""
@@ -196,17 +192,19 @@ class GradientStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Searched:
+class _Done:
     attempt: Attempt
     """The one that counts."""
-    evidence: GradLocEvidence
-    removed: Mapping[str, int]
-    again: bool
+    evidence: GradLocEvidence | None = None
+    """Of its search, or of that of the one before."""
+    removed: Mapping[str, int] = field(default_factory=dict[str, int])
+    again: bool = False
     """Whether it is a repetition."""
 
 
-def _refusal(attempt: Attempt, evidence: GradLocEvidence | None) -> str:
+def _refusal(done: _Done) -> str:
     """Why the attempt must not be applied; empty where it may."""
+    attempt, evidence = done.attempt, done.evidence
     if not math.isfinite(attempt.totals["loss"]):
         return f"non-finite loss ({attempt.totals['loss']})"
     if not math.isfinite(attempt.norms.total):

@@ -9,8 +9,7 @@ knows no Ray, no store and no engine.
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,120 +19,52 @@ from numpy.typing import NDArray
 
 from rollout.errors import UserError
 from rollout.types.trajectory import StoredGroups
-from rollout.types.weights import Canary, PolicyVersion, Transport, WeightManifest
-from trainer.algorithms.registry import build_algorithm
+from rollout.types.weights import Canary, PolicyVersion, WeightManifest
 from trainer.batching.batcher import TrainingBatch, build_batch
 from trainer.batching.packing import pack
 from trainer.batching.quarantine import groups_with_quarantines, quarantined
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.checkpointing.saved_steps import SavedStep, reason_to_keep, save_step
 from trainer.checkpointing.sharded_state import load_checkpoint, save_checkpoint
-from trainer.config.consistency import NoCorrection
-from trainer.config.trainer import TrainerConfig, WeightsConfig
-from trainer.gradloc.probe.probe import TokenLoss
+from trainer.config.trainer import TrainerConfig
 from trainer.gradloc.probe.random_states import RandomState
-from trainer.loss.loss_settings import LossSettings
-from trainer.loss.policy_loss import PolicyLoss
 from trainer.loss.ratio_buckets import log_ratios
-from trainer.model.blocks import named_blocks
-from trainer.model.loading import DTYPES, load_policy
-from trainer.model.model_dir import check_model_dir
-from trainer.model.ranks import Ranks, join_ranks, leave_ranks, reshard
-from trainer.optim.step_watch import StepWatch
-from trainer.planted.draws import StepBatches
-from trainer.planted.due import DueFaults
-from trainer.planted.learning_rate import planted_optimizer
-from trainer.planted.loss import PlantedLoss
-from trainer.planted.pull_meter import PullMeter
-from trainer.step.batch_replay import BatchReplay
-from trainer.step.gradient_step import GradientReport, GradientStep, PhaseClock
+from trainer.model.policy_model import PolicyModel
+from trainer.model.ranks import Ranks, leave_ranks, reshard
+from trainer.optim.optimizer import PolicyOptimizer
+from trainer.step.gradient_step import GradientReport, GradientSeam, PhaseClock
 from trainer.types.evidence import audited_group
-from trainer.types.gradloc import Quarantined
-from trainer.types.step import MicroBatch, PlantedFault, StepReport, StepRequest
-from trainer.weights.canary import canary_token_ids
-from trainer.weights.publication import Publisher
+from trainer.types.protocols import Algorithm
+from trainer.types.step import StepBatches, StepReport, StepRequest
+from trainer.weights.weight_writer import WeightWriter
 
 if TYPE_CHECKING:
-    from trainer.weights.transfer import Transfer
+    from trainer.weights.weight_sender import WeightSender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainerParts:
+    """What one rank works with."""
+
+    ranks: Ranks
+    model: PolicyModel
+    algorithm: Algorithm
+    optimizer: PolicyOptimizer
+    gradient: GradientSeam
+    writer: WeightWriter
+    sender: "WeightSender | None"
+    """None where weights move through the disk alone."""
+    canary_ids: NDArray[np.int32]
 
 
 class PolicyTrainer:
     """One rank of `config.ranks`, in a process of its own."""
 
-    def __init__(
-        self,
-        *,
-        model_dir: Path,
-        config: TrainerConfig,
-        weights: WeightsConfig,
-        total_steps: int,
-        seed: int,
-        rank: int,
-        init_method: str,
-        settings: LossSettings | None = None,
-    ) -> None:
-        """Join the other ranks and load the model of `model_dir` as version 0.
-
-        Args:
-            total_steps: where the learning-rate schedule ends.
-            init_method: rendezvous of the ranks, `tcp://127.0.0.1:PORT` or `file://PATH` (PATH must not exist).
-            settings: importance weights of the loss, and faults planted into its gradient; None has neither.
-
-        Raises:
-            UserError: the model directory or the placement cannot work.
-        """
-        facts = check_model_dir(model_dir)
+    def __init__(self, config: TrainerConfig, seed: int, parts: TrainerParts) -> None:
         self._config, self._seed = config, seed
-        self._ranks = join_ranks(config, rank, init_method)
-        with ExitStack() as undo:
-            undo.callback(leave_ranks)  # a rank that cannot start must not keep the others' group
-            torch.manual_seed(seed * config.ranks + rank)  # pyright: ignore[reportUnknownMemberType]
-            self._model, layout = load_policy(model_dir, config, self._ranks)
-            reference = (
-                load_policy(model_dir, config, self._ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
-            )
-            replay = BatchReplay(self._model) if config.replay_routing else None
-            self._algorithm = build_algorithm(config.algorithm)
-            settings = settings or LossSettings()
-            loss: TokenLoss = PolicyLoss(config.algorithm, self._algorithm, reference, settings.correction)
-            self._due: DueFaults | None = None
-            if settings.faults.in_gradients:
-                uncorrected = PolicyLoss(config.algorithm, self._algorithm, reference, NoCorrection())
-                meter = PullMeter(self._model, self._ranks, None if replay is None else replay.using)
-                real, loss = loss, PlantedLoss(loss, self._model)
-                self._due = DueFaults(
-                    settings.faults,
-                    loss,
-                    self._model,
-                    meter,
-                    real=real,
-                    uncorrected=uncorrected,
-                    corrects=settings.corrects,
-                )
-            blocks = named_blocks(self._model)
-            self._optimizer = planted_optimizer(settings.faults, blocks, config.optimizer, self._ranks, total_steps)
-            watch = StepWatch(config, self._model, blocks, self._ranks)
-            self._gradient = GradientStep(
-                self._model,
-                loss,
-                self._optimizer,
-                self._ranks,
-                watch=watch,
-                replay=replay,
-                gradloc=config.gradloc,
-                dtype=DTYPES[config.dtype],
-            )
-            self._publisher = Publisher(
-                self._model,
-                layout,
-                model_dir,
-                dtype=DTYPES[config.dtype],
-                shard_bytes=weights.shard_bytes,
-                ranks=self._ranks,
-            )
-            self._canary_ids = canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context)
-            undo.pop_all()
-        self._transfer = _transfer_of(weights, self._ranks, self._publisher)
+        self._ranks, self._model, self._algorithm = parts.ranks, parts.model, parts.algorithm
+        self._optimizer, self._gradient = parts.optimizer, parts.gradient
+        self._writer, self._sender, self._canary_ids = parts.writer, parts.sender, parts.canary_ids
         self._published: WeightManifest | None = None
         self._random = RandomState.take(self._ranks.device)
 
@@ -143,8 +74,8 @@ class PolicyTrainer:
         Raises:
             UserError: the batch mixes sampling temperatures, or its groups do not suit the algorithm.
         """
-        if self._transfer is not None:
-            self._transfer.release()
+        if self._sender is not None:
+            self._sender.release()
         self._random = RandomState.take(self._ranks.device)
         clock = PhaseClock()
         audited = [
@@ -154,25 +85,20 @@ class PolicyTrainer:
         batch = build_batch(
             audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs
         )
-        micro_batches: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
-        planted: tuple[PlantedFault, ...] = ()
-        if self._due is not None:
-            acted = self._due.begin(request.policy.version, batch, micro_batches)
-            batch, micro_batches, planted = acted.batch, acted.micro_batches, acted.planted
+        packed: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
-        done = self._gradient.run(request.policy.version, micro_batches[self._ranks.rank], batch, audited, clock)
+        done = self._gradient.run(request.policy.version, packed, batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
         report = _report(
             request,
             batch,
-            micro_batches,
+            packed,
             done,
             clock,
-            taken_out,
             statistics=self._algorithm.statistics,
             has_reference=self._config.algorithm.kl_coef > 0,
         )
-        return replace(report, planted=planted, quarantined_groups=groups_with_quarantines(audited, taken_out))
+        return replace(report, quarantined=taken_out, quarantined_groups=groups_with_quarantines(audited, taken_out))
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
         """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0
@@ -233,7 +159,7 @@ class PolicyTrainer:
         Raises:
             UserError: the directory exists or cannot be written.
         """
-        self._published = self._publisher.publish(
+        self._published = self._writer.write(
             policy, directory, lambda: Canary(token_ids=self._canary_ids, logprobs=self.score(self._canary_ids))
         )
         return self._published
@@ -247,7 +173,7 @@ class PolicyTrainer:
         Raises:
             UserError: the transport is disk.
         """
-        return self._gpu_transfer().open(manifest, self._publisher.order, members, workers, place)
+        return self._gpu_sender().open(manifest, self._writer.order, members, workers, place)
 
     def send(self, manifest: WeightManifest) -> None:
         """Send the current weights under a manifest of `open_transfer`.
@@ -256,12 +182,12 @@ class PolicyTrainer:
             UserError: the transport is disk.
             WeightSyncError: the transfer broke off.
         """
-        self._gpu_transfer().send(manifest)
+        self._gpu_sender().send(manifest)
 
-    def _gpu_transfer(self) -> "Transfer":
-        if self._transfer is None:
+    def _gpu_sender(self) -> "WeightSender":
+        if self._sender is None:
             raise UserError('got a transfer from GPU to GPU with weights.transport = "disk"; set it to "nccl" or "ipc"')
-        return self._transfer
+        return self._sender
 
     def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:
         """Write model, optimizer, random state and `state`; complete or absent.
@@ -281,27 +207,17 @@ class PolicyTrainer:
 
     def close(self) -> None:
         """Leave the engines and the other ranks."""
-        if self._transfer is not None:
-            self._transfer.close()
+        if self._sender is not None:
+            self._sender.close()
         leave_ranks()
-
-
-def _transfer_of(weights: WeightsConfig, ranks: Ranks, publisher: Publisher) -> "Transfer | None":
-    """Loads what sends from GPU to GPU only when the config asks for it."""
-    if weights.transport == Transport.DISK:
-        return None
-    from trainer.weights.transfer import Transfer
-
-    return Transfer(Transport(weights.transport), ranks.rank, ranks.device, publisher.whole_tensors)
 
 
 def _report(
     request: StepRequest,
     batch: TrainingBatch,
-    micro_batches: Sequence[Sequence[MicroBatch]],
+    packed: StepBatches,
     done: GradientReport,
     clock: PhaseClock,
-    quarantined: tuple[Quarantined, ...],
     *,
     statistics: Sequence[str],
     has_reference: bool,
@@ -315,8 +231,8 @@ def _report(
         grad_norm=optimizer.grad_norm,
         learning_rate=optimizer.learning_rate,
         num_tokens=round(sums["tokens"]),
-        num_tokens_forwarded=sum(micro.token_ids.size for rank in micro_batches for micro in rank),
-        num_micro_batches=len(micro_batches[0]),
+        num_tokens_forwarded=sum(micro.token_ids.size for rank in packed for micro in rank),
+        num_micro_batches=len(packed[0]),
         policy_entropy=sums["entropy"] / tokens,
         clip_fraction_low=sums.get("clip_fraction_low", 0.0) / tokens,
         clip_fraction_high=sums.get("clip_fraction_high", 0.0) / tokens,
@@ -340,7 +256,6 @@ def _report(
         phases_s=tuple(clock.phases),
         skipped=optimizer.skipped,
         gradloc=done.evidence,
-        quarantined=quarantined,
         block_norms=optimizer.block_norms,
         block_scales=optimizer.block_scales,
         block_thresholds=optimizer.block_thresholds,
@@ -350,6 +265,7 @@ def _report(
             (estimator, sums[f"reference_{estimator}"] / tokens) for estimator in ("k1", "k3") if has_reference
         ),
         log_ratios=log_ratios(sums, batch.old_logprob_source),
+        planted=done.planted,
         probes=done.probes,
         attention_logits=done.attention_logits,
         routing_replayed_fraction=replayed / expected if expected else 0.0,

@@ -1,10 +1,28 @@
 """What a gradient search leaves for people and for the driver: culprits with everything known of them. Torch-free.
 Layer 3 of diagnosis."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from rollout.types.weights import PolicyVersion
+
+
+class Outcome(StrEnum):
+    """What becomes of a step that asks for a search."""
+
+    LOCATED = "located"
+    """At most `max_hits` tokens, and no more than half of the step's unless it is one, explain at least half of the
+    squared norm, and what is left is below its threshold."""
+    DIFFUSE = "diffuse"
+    """No few tokens dominate."""
+    INCONCLUSIVE = "inconclusive"
+    """The passes ended before the search did, or only suspects were looked at."""
+    CLEAN = "clean"
+    """Every token was ruled out."""
+    NOT_SEARCHED = "not_searched"
+    """The passes that spikes may cost in a hundred steps are spent."""
 
 
 class CulpritType(StrEnum):
@@ -79,35 +97,45 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradLocEvidence:
+class SearchFacts:
     """One search, or one that was asked for and not made. Numbers run over all ranks."""
 
-    outcome: str
-    """located, diffuse, inconclusive, clean or not_searched."""
+    outcome: Outcome
     trigger: str
     """non_finite, threshold, scale or suspects."""
+    grad_norm: float
+    """Of the step as it was searched, unclipped."""
+    threshold: float
+    """Of that norm; NaN before the calibration has one."""
+    tau: float
+    """Norm of one token's gradient, before its weight, that the search called suspicious: with trigger `scale` the
+    lower of tau and what makes the whole step suspicious. NaN where it looked for what is not finite and none was
+    known."""
+    explained: float = math.nan
+    """Share of the squared norm that goes with what was found; NaN where that was not measured."""
+    passes: int = 0
+    """Of the search, without the repetition of the step."""
+    tokens_forwarded: int = 0
+    """Of the search, padding included."""
+    seconds: float = 0.0
+    """Of the search, and of reading the culprits where there are any."""
+
+    def facts(self) -> dict[str, Any]:
+        """These fields by name, for a record that knows more."""
+        return {field.name: getattr(self, field.name) for field in fields(SearchFacts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradLocEvidence(SearchFacts):
+    """What a step's search found, and what became of the step."""
+
     action: str
     """`trainer.gradloc.action`."""
     acted: Acted
     loss: float
     """Of the step as it was searched."""
-    grad_norm: float
-    """Of the same, unclipped."""
-    threshold: float
-    """Of that norm; NaN before the calibration has one."""
-    tau: float
-    """Norm of one token's gradient, before its weight, that the search called suspicious; NaN where it looked for what
-    is not finite and none was known."""
-    explained: float
-    """Share of the squared norm that goes with the culprits; NaN where that was not measured."""
     culprits: tuple[Culprit, ...]
     """In the order found; only with outcome located are they the cause."""
-    passes: int
-    """Of the search, without the repetition of the step."""
-    tokens_forwarded: int
-    """Of the search, padding included."""
-    seconds: float
-    """Of the search and of reading the culprits."""
     removed_terms: int = 0
     """Token terms that left the loss."""
     grad_norm_after: float | None = None

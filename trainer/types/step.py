@@ -1,5 +1,6 @@
 """The trainer's stages of the one-way chain: audited group, training sample, micro-batch, step report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -81,6 +82,10 @@ class MicroBatch:
     """[B] the experts that the engine chose; laid out for the model only where they are replayed."""
 
 
+StepBatches = Sequence[Sequence[MicroBatch]]
+"""[ranks][micro-batches] of one step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
     """What one optimizer step shall do, besides the groups themselves."""
@@ -128,18 +133,18 @@ class StepReport:
     """Padding included."""
     num_micro_batches: int
     """Per rank."""
-    policy_entropy: float
+    policy_entropy: float = 0.0
     """Mean over the loss's tokens, nats."""
-    clip_fraction_low: float
-    clip_fraction_high: float
-    approx_kl: float
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
+    approx_kl: float = 0.0
     """Mean k3 of old against new log-probs, nats."""
-    mean_abs_logprob_difference: float
+    mean_abs_logprob_difference: float = 0.0
     """Mean |log pi_now - old log-prob| over the loss's tokens, nats: staleness alone where the old log-probs were
     recomputed, else staleness and engine."""
-    reference_kl: float
+    reference_kl: float = 0.0
     """Mean of the configured estimator; 0 without a reference."""
-    advantage_std: float
+    advantage_std: float = 0.0
     trained_ids: frozenset[str]
     """Trajectories with at least one term in the loss."""
     masked_ids: frozenset[str] = field(default=frozenset())

@@ -21,6 +21,7 @@ from trainer.gradloc.gradloc import without_trajectories
 from trainer.step.gradient_step import GradientReport, PhaseClock
 from trainer.step.policy_trainer import PolicyTrainer
 from trainer.types.evidence import AuditedGroup, audited_group, encode_evidence
+from trainer.types.gradloc import GradLocEvidence
 from trainer.types.step import MicroBatch, OldLogprobSource, StepReport, StepRequest
 
 USUAL_LOGPROB = -3.0
@@ -115,6 +116,18 @@ def take(
     return trainer.step(groups, StepRequest(policy=PolicyVersion(1, number), oldest_version=0, old_logprobs=source))
 
 
+def evidence_of(report: StepReport) -> GradLocEvidence:
+    assert report.gradloc is not None
+    return report.gradloc
+
+
+def found(report: StepReport) -> list[Place]:
+    return [
+        Place(trajectory_id=culprit.trajectory_id, position=culprit.position)
+        for culprit in evidence_of(report).culprits
+    ]
+
+
 def batch_of(
     trainer: PolicyTrainer, groups: StoredGroups
 ) -> tuple[list[AuditedGroup], TrainingBatch, tuple[MicroBatch, ...]]:
@@ -147,7 +160,7 @@ def never_had(
     """A step of a trainer without a search in which these terms, or these trajectories, had never been in the loss."""
     audited, batch, micro_batches = batch_of(trainer, groups)
     left = without_trajectories(without(micro_batches, places), set(trajectories))
-    return trainer._gradient.run(number, left, batch, audited, PhaseClock())
+    return trainer._gradient.run(number, [left], batch, audited, PhaseClock())
 
 
 def digest(trainer: PolicyTrainer, folder: Path, name: str) -> str:

@@ -17,6 +17,7 @@ from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.config.trainer import GrpoConfig, OptimizerConfig, RlooConfig, TrainerConfig, WeightsConfig
 from trainer.loss.loss_settings import LossSettings
+from trainer.step.assembly import policy_trainer
 from trainer.step.policy_trainer import PolicyTrainer
 from trainer.types.step import StepReport, StepRequest
 
@@ -56,7 +57,7 @@ def build(
     """One rank with a learning rate that moves a small model. `name` is that of its rendezvous, used once for each
     world."""
     optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.01)
-    return PolicyTrainer(
+    return policy_trainer(
         model_dir=folder / model,
         config=TrainerConfig.model_validate({"ranks": world, "optimizer": optimizer, **config}),
         weights=WeightsConfig(shard_bytes=4000),
@@ -64,7 +65,7 @@ def build(
         seed=5,
         rank=rank,
         init_method=f"file://{folder / f'rendezvous-{name}-{world}'}",
-        settings=settings,
+        settings=settings or LossSettings(),
     )
 
 

@@ -2,8 +2,7 @@
 search and no optimizer.
 
 Inside `with probe:` the step's gradient is set aside and every parameter's `.grad` is the probe's; afterwards the very
-same tensors are back, and so is the random state. In memory: the step's gradient, the probe's, and at most one that is
-held for subtraction, all sharded.
+same tensors are back, and so is the random state. In memory: the step's gradient and the probe's, both sharded.
 """
 
 import math
@@ -73,12 +72,8 @@ class StepData:
     context: Context | None = None
 
 
-Gradients = list[Tensor | None]
-"""This rank's part of each parameter's gradient."""
-
-
 class GradientProbe:
-    """A `StepProbe` over one step. Every method but `cost` and `holds` is collective."""
+    """A `StepProbe` over one step. Every method but `cost` and `rest_cost` is collective."""
 
     def __init__(
         self,
@@ -108,17 +103,15 @@ class GradientProbe:
                 " micro-batches; take `RandomState.take(device)` before each micro-batch's forward pass and hand them "
                 "over, or set dropout to 0"
             )
-        self.additive = not random
         self._rows = RowsConfig(whole=random, coupled=loss.couples_tokens, cut=cut)
         self._aside: list[Tensor | None] = []
         self._random: RandomState | None = None
-        self._held: tuple[Terms, Gradients] | None = None
         self._last: Terms | None = None
         self._losses: list[Tensor] = []
         self.tokens_forwarded = 0
         """On this rank, padding included."""
         self.leaf_blocks: dict[int, tuple[tuple[str, float], ...]] = {}
-        """(block, norm) of every term whose gradient was measured alone or as a remainder."""
+        """(block, norm) of every term whose gradient was measured alone."""
 
     def __enter__(self) -> Self:
         self._aside = [parameter.grad for parameter in self._parameters]
@@ -133,7 +126,7 @@ class GradientProbe:
             reshard(self._model)  # an interrupted pass leaves parameters gathered
         for parameter, gradient in zip(self._parameters, self._aside, strict=True):
             parameter.grad = gradient
-        self._aside, self._held, self._last = [], None, None
+        self._aside, self._last = [], None
         if self._random is not None:
             self._random.put_back(self._ranks.device)
 
@@ -152,66 +145,28 @@ class GradientProbe:
         for one in rank_passes(terms, self._table, self._rows, self._ranks.rank, self._step.micro_batches):
             self._run(one)
         self._last = terms
-        return self._norm(terms, self._now(), float(torch.stack(self._losses).sum()))
+        there = {index: gradient for index, gradient in enumerate(self._now()) if gradient is not None}
+        norms = cast(Any, torch)._foreach_norm(list(there.values()))
+        blocks, total = self._reduced(list(there), norms, float(torch.stack(self._losses).sum()))
+        if terms.size == 1:
+            names = (block.name for block in self._blocks)
+            self.leaf_blocks[int(terms[0])] = tuple(zip(names, map(math.sqrt, blocks), strict=True))
+        return total
 
     def rest(self, terms: Terms) -> float:
         """|step's gradient - gradient of these terms|."""
         if not self._measured_last(terms):
             self.norm(terms)
-        return self._difference(self._step_gradients(), self._now(), None)
+        pairs = enumerate(zip(_local(self._aside), self._now(), strict=True))
+        norms = {index: _norm_of_difference(*pair) for index, pair in pairs if any(part is not None for part in pair)}
+        return self._reduced(list(norms), list(norms.values()))[1]
 
     def rest_cost(self, terms: Terms) -> int:
         """Passes of `rest`."""
         return 0 if self._measured_last(terms) else self.cost(terms)
 
-    def holds(self, terms: Terms) -> bool:
-        """Whether the gradient of these terms is at hand: held, measured last, or the step's own."""
-        held = self._held is not None and np.array_equal(self._held[0], terms)
-        return held or terms.size == self._table.position.size or self._measured_last(terms)
-
-    def hold(self, terms: Terms) -> None:
-        """Keep the gradient of these terms."""
-        if self._held is not None and np.array_equal(self._held[0], terms):
-            return
-        if self._measured_last(terms):
-            self._take_last(terms)
-        elif terms.size == self._table.position.size:
-            self._held = None  # before the copy, not beside it
-            self._held = (
-                terms,
-                [None if gradient is None else gradient.clone() for gradient in self._step_gradients()],
-            )
-        else:
-            self._held = None
-            self.norm(terms)
-            self._take_last(terms)
-
-    def remainder(self, sibling: Terms) -> float:
-        """|held - measured last|."""
-        if self._held is None:
-            raise RuntimeError("nothing is held; call `hold` first")
-        return self._difference(self._held[1], self._now(), sibling)
-
-    def descend(self, child: Terms, *, measured: bool) -> None:
-        """Hold the child that was measured last, or what it leaves of the one held."""
-        if measured:
-            self._take_last(child)
-            return
-        if self._held is None:
-            raise RuntimeError("nothing is held; call `hold` first")
-        kept = self._held[1]
-        for index, gradient in enumerate(self._now()):
-            if gradient is not None:
-                mine = kept[index]
-                kept[index] = gradient.neg() if mine is None else mine.sub_(gradient)
-        self._held = (child, kept)
-
     def _measured_last(self, terms: Terms) -> bool:
         return self._last is not None and np.array_equal(self._last, terms)
-
-    def _take_last(self, terms: Terms) -> None:
-        self._held = (terms, self._now())
-        self._drop()
 
     def _drop(self) -> None:
         self._last = None
@@ -233,52 +188,34 @@ class GradientProbe:
         self._losses.append(loss.detach())
         self.tokens_forwarded += micro.token_ids.size
 
-    def _now(self) -> Gradients:
-        return [None if parameter.grad is None else local_tensor(parameter.grad) for parameter in self._parameters]
+    def _now(self) -> list[Tensor | None]:
+        return _local([parameter.grad for parameter in self._parameters])
 
-    def _step_gradients(self) -> Gradients:
-        return [None if gradient is None else local_tensor(gradient) for gradient in self._aside]
-
-    def _norm(self, terms: Terms, gradients: Gradients, loss: float) -> float:
-        there = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        norms = cast(Any, torch)._foreach_norm([gradients[index] for index in there])
-        return self._reduced(terms, there, norms, loss)
-
-    def _difference(self, whole: Gradients, part: Gradients, terms: Terms | None) -> float:
-        """|whole - part|, a slice at a time, so that no third copy exists."""
-        there: list[int] = []
-        norms: list[Tensor] = []
-        for index, (mine, other) in enumerate(zip(whole, part, strict=True)):
-            if mine is not None or other is not None:
-                there.append(index)
-                norms.append(_norm_of_difference(mine, other))
-        return self._reduced(terms, there, norms)
-
-    def _reduced(self, terms: Terms | None, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> float:
-        """Norm over all ranks from this rank's norms of some parameters; what is replicated counts once. Of a single
-        term the blocks are noted.
+    def _reduced(self, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> tuple[list[float], float]:
+        """Squared norm of each block and norm of all over all ranks, from this rank's norms of some parameters; what is
+        replicated counts once.
 
         Args:
-            loss: this rank's; where the sum is not finite, neither is the answer.
+            loss: this rank's; where the sum is not finite, neither is the norm of all.
         """
         squares = np.zeros(len(self._parameters))
         if there:
-            squares[there] = np.square(
-                np.array(cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist()))
-            )
+            values = cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())
+            squares[there] = np.square(np.array(values))
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
         total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
         *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
-        if terms is not None and terms.size == 1:
-            self.leaf_blocks[int(terms[0])] = tuple(
-                (block.name, math.sqrt(square)) for block, square in zip(self._blocks, blocks, strict=True)
-            )
-        return (
-            math.sqrt(math.fsum(blocks)) if all(math.isfinite(number) for number in (*blocks, whole_loss)) else math.nan
-        )
+        finite = all(math.isfinite(number) for number in (*blocks, whole_loss))
+        return blocks, math.sqrt(math.fsum(blocks)) if finite else math.nan
+
+
+def _local(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's part of each parameter's gradient."""
+    return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
 
 def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
+    """A slice at a time, so that no third copy exists."""
     linalg = cast(Any, torch.linalg)
     if one is None or other is None:
         return linalg.vector_norm(one if other is None else other)

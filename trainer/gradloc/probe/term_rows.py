@@ -1,8 +1,9 @@
 """Chosen token terms as micro-batches: only the rows in question, up to the last token in question. Layer 3 of
 diagnosis; numpy only, it runs nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,34 +125,29 @@ def _packed(rows: list[_Row], table: StepTerms) -> list[list[_Row]]:
 
 
 def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[MicroBatch], config: RowsConfig) -> Pass:
-    shape = (len(rows), rows[0].width)
-    token_ids, mask, wanted = (
-        np.zeros(shape, dtype=np.int64),
-        np.zeros(shape, dtype=np.bool_),
-        np.zeros(shape, dtype=np.bool_),
-    )
-    old, rollout, advantages = (np.zeros(shape, dtype=np.float32) for _ in range(3))
-    for index, row in enumerate(rows):
-        micro, columns = own[row.micro_batch], slice(0, row.width)
-        token_ids[index, columns] = micro.token_ids[row.row, columns]
-        wanted[index, columns] = chosen[row.micro_batch][row.row, columns]
-        mask[index, columns] = micro.loss_mask[row.row, columns] if config.coupled else wanted[index, columns]
-        old[index, columns] = micro.old_logprobs[row.row, columns]
-        rollout[index, columns] = micro.rollout_logprobs[row.row, columns]
-        advantages[index, columns] = micro.advantages[row.row, columns]
-    lengths = tuple(min(own[row.micro_batch].lengths[row.row], row.width) for row in rows)
+    each = [(own[row.micro_batch], row) for row in rows]
+
+    def cut(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
+        """[rows, widest] of each row's columns in question."""
+        parts = [array[row.row, : row.width] for array, row in zip(arrays, rows, strict=True)]
+        whole = np.zeros((len(rows), rows[0].width), dtype=parts[0].dtype)
+        for index, part in enumerate(parts):
+            whole[index, : part.size] = part
+        return whole
+
+    wanted = cut(chosen[row.micro_batch] for row in rows)
+    lengths = tuple(min(micro.lengths[row.row], row.width) for micro, row in each)
     batch = MicroBatch(
-        token_ids=token_ids,
-        loss_mask=mask,
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        advantages=advantages,
-        token_weights=np.array([own[row.micro_batch].token_weights[row.row] for row in rows], dtype=np.float32),
-        trajectory_ids=tuple(own[row.micro_batch].trajectory_ids[row.row] for row in rows),
+        token_ids=cut(micro.token_ids for micro, _ in each),
+        loss_mask=cut(micro.loss_mask for micro, _ in each) if config.coupled else wanted,
+        old_logprobs=cut(micro.old_logprobs for micro, _ in each),
+        rollout_logprobs=cut(micro.rollout_logprobs for micro, _ in each),
+        advantages=cut(micro.advantages for micro, _ in each),
+        token_weights=np.array([micro.token_weights[row.row] for micro, row in each], dtype=np.float32),
+        trajectory_ids=tuple(micro.trajectory_ids[row.row] for micro, row in each),
         lengths=lengths,
         routing=tuple(
-            _cut_routing(own[row.micro_batch].routing[row.row], length)
-            for row, length in zip(rows, lengths, strict=True)
+            _cut_routing(micro.routing[row.row], length) for (micro, row), length in zip(each, lengths, strict=True)
         ),
     )
     return Pass(rows=batch, chosen=wanted if config.coupled else None, source=None)

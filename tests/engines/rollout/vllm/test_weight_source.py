@@ -10,8 +10,8 @@ from rollout.errors import UserError
 from rollout.published.digests import manifest_digest
 from rollout.types.weights import PolicyVersion, TensorEntry
 from trainer.config.trainer import TrainerConfig, WeightsConfig
-from trainer.step.policy_trainer import PolicyTrainer
-from trainer.weights.publication import tensor_entry
+from trainer.step.assembly import policy_trainer
+from trainer.weights.weight_writer import tensor_entry
 
 
 @pytest.mark.parametrize(("moe", "dtype"), [(False, "bfloat16"), (True, "float32")])
@@ -21,7 +21,7 @@ def test_a_pass_over_the_source_repeats_the_publication(
     model_dir = write_model(tmp_path / "model", moe=moe)
     weights = WeightsConfig(shard_bytes=4096)
     config = TrainerConfig(dtype=dtype)
-    trainer = PolicyTrainer(
+    trainer = policy_trainer(
         model_dir=model_dir,
         config=config,
         weights=weights,
@@ -33,10 +33,10 @@ def test_a_pass_over_the_source_repeats_the_publication(
     try:
         manifest = trainer.publish(PolicyVersion(1, 1), tmp_path / "published")
         assert manifest is not None
-        publisher = trainer._publisher
+        writer = trainer._writer
         for _ in range(2):
-            entries: list[TensorEntry] = [tensor_entry(name, tensor) for name, tensor in publisher.whole_tensors()]
-            assert [entry.name for entry in entries] == sorted(publisher.order, key=publisher.order.__getitem__)
+            entries: list[TensorEntry] = [tensor_entry(name, tensor) for name, tensor in writer.whole_tensors()]
+            assert [entry.name for entry in entries] == sorted(writer.order, key=writer.order.__getitem__)
             assert manifest_digest(entries) == manifest.digest
         with pytest.raises(UserError, match=r"weights\.transport"):
             trainer.send(manifest)

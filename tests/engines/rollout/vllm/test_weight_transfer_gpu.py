@@ -17,6 +17,7 @@ from rollout.config import VllmConfig
 from rollout.types.generation import PauseMode
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 from trainer.config.trainer import TrainerConfig, WeightsConfig
+from trainer.step.assembly import policy_trainer
 from trainer.step.policy_trainer import PolicyTrainer
 
 DEADLINE_S = 120.0
@@ -27,7 +28,7 @@ CLOSE_NATS = 2e-3
 
 @contextmanager
 def trainer_of(tmp_path: Path, transport: Literal["nccl", "ipc"]) -> Generator[PolicyTrainer]:
-    trainer = PolicyTrainer(
+    trainer = policy_trainer(
         model_dir=write_model(tmp_path / "model", scale=4.0, **SHAPE),
         config=TrainerConfig(num_gpus=0.5 if transport == "ipc" else 1),
         weights=WeightsConfig(transport=transport),

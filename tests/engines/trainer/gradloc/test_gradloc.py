@@ -34,11 +34,11 @@ from trainer.gradloc import GradLoc
 from trainer.gradloc.gradloc import StepSigns, TermPlace, without_terms
 from trainer.gradloc.probe.backward_record import BackwardRecord
 from trainer.gradloc.probe.probe import StepData
-from trainer.gradloc.search import Outcome
 from trainer.gradloc.spent_passes import WINDOW_STEPS
 from trainer.loss.policy_loss import PolicyLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensor
+from trainer.types.gradloc import Outcome
 from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch
 
@@ -164,9 +164,7 @@ def test_a_micro_batch_without_a_term_is_no_obstacle(
     model: PolicyModel, alone: Ranks, healthy: tuple[MicroBatch, ...], savings: bool
 ):
     loss, place = spiking_loss(), places(healthy)[30]
-    gradloc = watching(
-        model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, subtract=savings, cut_sequences=savings
-    )
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, healthy)), loss, cut_sequences=savings)
     planted = plant(healthy, place, 1e5)
     empty = replace(healthy[0], loss_mask=np.zeros_like(healthy[0].loss_mask))
     ran = run_step(model, loss, alone, (*planted, empty))

@@ -1,5 +1,4 @@
-"""The gradient search in the trainer's step: what each action leaves, that observing leaves no trace, and what the
-report says of a culprit."""
+"""The gradient search in the trainer's step: what each action leaves, and that observing leaves no trace."""
 
 import math
 from dataclasses import asdict, replace
@@ -13,57 +12,24 @@ from support.builders import build_routing, build_stored
 from support.trainer.gradloc_live_room import (
     NOT_A_NUMBER,
     SPIKE,
-    Place,
     digest,
+    evidence_of,
+    found,
     healthy_groups,
     live_trainer,
     negative_places,
     never_had,
     plant,
-    scored,
     spiked,
     take,
     usual_tau,
 )
 from support.trainer.trainer_room import write_model
 
-from rollout.errors import UserError
-from rollout.types.weights import PolicyVersion
 from trainer.batching.batcher import build_batch
-from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.types.evidence import audited_group
-from trainer.types.gradloc import Acted, CulpritType, GradLocEvidence
-from trainer.types.step import OldLogprobSource, StepReport, Verdict
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_model(folder / "dense", tie_word_embeddings=True)
-    return folder
-
-
-@pytest.fixture
-def folder(models: Path, tmp_path: Path) -> Path:
-    (tmp_path / "dense").symlink_to(models / "dense")
-    return tmp_path
-
-
-@pytest.fixture
-def given(folder: Path) -> dict[str, Any]:
-    return {"type": "given", "tau": usual_tau(folder, "usual")}
-
-
-def evidence_of(report: StepReport) -> GradLocEvidence:
-    assert report.gradloc is not None
-    return report.gradloc
-
-
-def found(report: StepReport) -> list[Place]:
-    return [
-        Place(trajectory_id=culprit.trajectory_id, position=culprit.position)
-        for culprit in evidence_of(report).culprits
-    ]
+from trainer.types.gradloc import Acted
+from trainer.types.step import StepReport, Verdict
 
 
 def numbers_of(report: StepReport) -> dict[str, Any]:
@@ -279,120 +245,6 @@ def test_a_non_finite_step_that_is_only_observed_is_not_applied(folder: Path, gi
         and evidence_of(report).trigger == "non_finite"
         and evidence_of(report).acted is Acted.NOTHING
     )
-
-
-def test_the_report_says_everything_of_a_culprit(folder: Path, given: dict[str, Any]):
-    groups = healthy_groups(1)
-    place = negative_places(groups)[9]
-    trajectory = next(t for group in groups for t in group.trajectories if t.trajectory_id == place.trajectory_id)
-    with live_trainer(folder, "watching", {"threshold": given}) as trainer:
-        logprobs = trainer.score(trajectory.token_ids)
-        report = take(trainer, spiked(1, place))
-    (culprit,) = evidence_of(report).culprits
-    assert culprit.token_id == trajectory.token_ids[place.position]
-    assert (
-        culprit.policy.version == trajectory.token_versions()[place.position]
-        and culprit.replica == trajectory.tag.replica
-    )
-    assert culprit.context_token_ids[place.position - culprit.context_start] == culprit.token_id
-    assert culprit.logprob == pytest.approx(float(logprobs[place.position - 1]), abs=1e-4)
-    assert culprit.omega == pytest.approx(math.exp(culprit.logprob - culprit.rollout_logprob))
-    assert culprit.rollout_logprob == pytest.approx(-13.0)
-    assert (culprit.d_engine, culprit.d_stale) == (None, None)
-    assert culprit.type is CulpritType.TOKEN_MISMATCH and culprit.advantage < 0 and culprit.entropy > 0
-    mine = logprobs[np.flatnonzero(trajectory.sampled) - 1] - np.where(
-        np.flatnonzero(trajectory.sampled) == place.position, -13.0, -3.0
-    )
-    assert culprit.sequence_ratio == pytest.approx(math.exp(float(mine.mean())), rel=1e-4)
-    assert culprit.norm == pytest.approx(report.grad_norm, rel=0.05)
-    assert len(culprit.block_norms) == 3 and culprit.block_ratios == ()
-    assert evidence_of(report).seconds > 0 and evidence_of(report).tokens_forwarded > 0
-
-
-def test_engine_and_staleness_are_told_apart_where_the_token_was_scored(folder: Path, given: dict[str, Any]):
-    groups = healthy_groups(1)
-    place = negative_places(groups)[9]
-    with live_trainer(folder, "watching", {"threshold": given}) as trainer:
-        report = take(trainer, scored(groups, place, suspect=True, nats=-10.0), source=OldLogprobSource.RECOMPUTED)
-    (culprit,) = evidence_of(report).culprits
-    assert culprit.d_engine == pytest.approx(-9.9, abs=1e-5)
-    assert culprit.d_stale is not None and culprit.d_engine is not None
-    assert culprit.d_stale + culprit.d_engine == pytest.approx(math.log(culprit.omega), abs=1e-6)
-    assert evidence_of(report).passes == 1, "a right suspect is confirmed by the pass that measures it"
-
-
-def test_without_a_suspect_the_same_search_takes_longer(folder: Path, given: dict[str, Any]):
-    groups = healthy_groups(1)
-    place = negative_places(groups)[9]
-    with live_trainer(folder, "watching", {"threshold": given, "term_pulls": False}) as trainer:
-        report = take(trainer, scored(groups, place, suspect=False, nats=-10.0), source=OldLogprobSource.RECOMPUTED)
-    assert found(report) == [place] and evidence_of(report).passes > 2
-
-
-def test_a_block_that_the_clip_would_scale_far_down_starts_a_search(folder: Path):
-    place = negative_places(healthy_groups(1))[9]
-    clip = {"clip": {"type": "layerclip", "warmup_steps": 2}}
-    high = {"type": "given", "tau": 1e9}
-    for name, floor, trigger in (("floor", 0.1, "scale"), ("none", 0.0, "")):
-        with live_trainer(folder, name, {"threshold": high, "scale_floor": floor}, optimizer=clip) as trainer:
-            for number in (1, 2):
-                assert take(trainer, build_stored(healthy_groups(1)), number).gradloc is None
-            report = take(trainer, spiked(1, place), 3)
-        assert (report.gradloc.trigger if report.gradloc else "") == trigger
-        assert min(scale for _, scale in report.block_scales) < 0.1, "the clip acts as ever"
-        if report.gradloc:
-            assert found(report) == [place]
-
-
-def test_a_checkpoint_keeps_what_the_search_remembers(folder: Path):
-    calibrated = {"threshold": {"type": "calibrated", "warmup_steps": 3, "multiple": 3.0}}
-    place = negative_places(healthy_groups(1))[9]
-    with live_trainer(folder, "first", calibrated) as trainer:
-        for number in (1, 2, 3):
-            assert take(trainer, build_stored(healthy_groups(number)), number).gradloc is None
-        trainer.save_checkpoint(
-            folder / "saved", CheckpointState(policy=PolicyVersion(1, 3), seed=5, weights_digest="")
-        )
-        unbroken = evidence_of(take(trainer, spiked(1, place), 4))
-    with live_trainer(folder, "second", calibrated) as trainer:
-        trainer.load_checkpoint(folder / "saved")
-        resumed = evidence_of(take(trainer, spiked(1, place), 4))
-    assert replace(resumed, seconds=0.0) == replace(unbroken, seconds=0.0)
-    assert unbroken.threshold > 0
-
-
-def test_a_budget_below_the_micro_batches_is_refused_with_the_cure(folder: Path):
-    with (
-        live_trainer(folder, "poor", {"budget_passes": 1}) as trainer,
-        pytest.raises(UserError, match=r"set it to \d+ or more"),
-    ):
-        take(trainer, build_stored(healthy_groups(1)))
-
-
-def test_what_backward_leaves_behind_saves_passes(folder: Path, given: dict[str, Any]):
-    place = negative_places(healthy_groups(1))[7]
-    passes: list[int] = []
-    for number, known in enumerate(
-        ({"part_norms": False, "term_pulls": False}, {"term_pulls": False}, {"part_norms": False})
-    ):
-        with live_trainer(folder, f"known-{number}", {"threshold": given, **known}) as trainer:
-            report = take(trainer, spiked(1, place))
-        assert report.num_micro_batches > 2
-        assert found(report) == [place]
-        passes.append(evidence_of(report).passes)
-    assert passes[0] > passes[1] > passes[2] == 1
-
-
-def test_a_step_without_a_trigger_runs_no_pass_more(folder: Path, given: dict[str, Any]):
-    counts: list[tuple[int, int]] = []
-    for name, gradloc in (("never", {"enabled": False}), ("watching", {"threshold": given})):
-        with live_trainer(folder, name, gradloc) as trainer:
-            passes: list[int] = []
-            trainer._model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
-            report = take(trainer, build_stored(healthy_groups(1)))
-            assert report.gradloc is None
-            counts.append((len(passes), report.num_micro_batches))
-    assert counts[0] == counts[1] and counts[0][0] == counts[0][1] > 1
 
 
 def test_a_search_runs_on_the_experts_that_the_step_ran_on(models: Path, folder: Path):

@@ -26,9 +26,7 @@ def test_a_planted_spike_is_found_at_every_place_within_the_bound(
 ):
     step = on_policy(model, alone, random_step(1, micro_batches=micro_batches))
     loss = spiking_loss()
-    gradloc = watching(
-        model, alone, tau_of(run_step(model, loss, alone, step)), loss, subtract=savings, cut_sequences=savings
-    )
+    gradloc = watching(model, alone, tau_of(run_step(model, loss, alone, step)), loss, cut_sequences=savings)
     rng = np.random.default_rng(0)
     every = places(step)
     for index in rng.integers(len(every), size=25 if savings else 4):
@@ -38,8 +36,6 @@ def test_a_planted_spike_is_found_at_every_place_within_the_bound(
         assert report is not None
         levels = int(np.ceil(np.log2(max(int(micro.loss_mask.sum()) for micro in step))))
         assert report.passes <= micro_batches + 2 * levels + 1
-        if savings and ran.norm < 1e4 * report.threshold:
-            assert report.passes <= (micro_batches if micro_batches > 1 else 0) + levels + 2
 
 
 def test_two_culprits_in_different_micro_batches_are_both_found(

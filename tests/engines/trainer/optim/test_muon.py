@@ -1,6 +1,7 @@
 """Muon: the iteration's golden values, torch's own Muon, which parameters it takes, and states that survive."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from trainer.config.trainer import OptimizerConfig
 from trainer.model.blocks import EMBEDDINGS, HEAD, Block
 from trainer.model.ranks import Ranks
 from trainer.optim.muon import Muon, newton_schulz, orthogonalised, step_scale
-from trainer.optim.optimizer import PolicyOptimizer, build_optimizers
+from trainer.optim.optimizer import PolicyOptimizer, build_optimizers, learning_rate
 
 CPU = torch.device("cpu")
 
@@ -116,7 +117,8 @@ def test_every_optimizer_follows_the_schedule():
         {"type": "muon", "learning_rate": 0.5, "schedule": {"warmup_steps": 2}, "muon_scale": "original"}
     )
     parts = [Block(name="layers.0", parameters=(nn.Parameter(torch.eye(2)), nn.Parameter(torch.ones(2))))]
-    optimizer = PolicyOptimizer(parts, config, Ranks(rank=0, world=1, device=CPU, mesh=cast(Any, None)), 10)
+    alone = Ranks(rank=0, world=1, device=CPU, mesh=cast(Any, None))
+    optimizer = PolicyOptimizer(parts, config, alone, partial(learning_rate, config, 10))
     for parameter in parts[0].parameters:
         parameter.grad = torch.ones_like(parameter) if parameter.ndim == 1 else torch.eye(2)
     optimizer.apply(1, optimizer.measure())

@@ -1,6 +1,7 @@
 """The optimizer behind its clips: what reaches AdamW, what the report says, and which steps teach the clip."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from trainer.config.trainer import LayerClipConfig, OptimizerConfig
 from trainer.model.blocks import Block, block_norms, gradients_of
 from trainer.model.ranks import Ranks
-from trainer.optim.optimizer import PolicyOptimizer
+from trainer.optim.optimizer import PolicyOptimizer, learning_rate
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"), mesh=cast(Any, None))
 CLIP = LayerClipConfig(alpha=2.0, warmup_steps=1, eps=0.0)
@@ -31,7 +32,8 @@ def optimizer_of(**config: Any) -> Recording:
         Block(name=name, parameters=(nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))))
         for name in ("one", "two")
     ]
-    return Recording(blocks, OptimizerConfig.model_validate({"clip": CLIP, "max_grad_norm": 1e9, **config}), ALONE, 10)
+    settings = OptimizerConfig.model_validate({"clip": CLIP, "max_grad_norm": 1e9, **config})
+    return Recording(blocks, settings, ALONE, partial(learning_rate, settings, 10))
 
 
 def weights(optimizer: PolicyOptimizer) -> list[Tensor]:

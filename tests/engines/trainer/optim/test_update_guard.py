@@ -2,6 +2,7 @@
 leaves none."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from trainer.config.trainer import OptimizerConfig
 from trainer.model.blocks import Block
 from trainer.model.ranks import Ranks
-from trainer.optim.optimizer import OptimizerReport, PolicyOptimizer
+from trainer.optim.optimizer import OptimizerReport, PolicyOptimizer, learning_rate
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"), mesh=cast(Any, None))
 ADAMW: dict[str, Any] = {"weight_decay": 0.1}
@@ -21,12 +22,9 @@ MUON: dict[str, Any] = {"type": "muon", "weight_decay": 0.1}
 
 def optimizer_of(parameters: float = 1.0, **config: Any) -> tuple[PolicyOptimizer, list[nn.Parameter]]:
     held = [nn.Parameter(torch.full(shape, parameters)) for shape in ((4, 6), (3,))]
-    return (
-        PolicyOptimizer(
-            [Block(name="model.layers.0", parameters=tuple(held))], OptimizerConfig.model_validate(config), ALONE, 10
-        ),
-        held,
-    )
+    settings = OptimizerConfig.model_validate(config)
+    blocks = [Block(name="model.layers.0", parameters=tuple(held))]
+    return PolicyOptimizer(blocks, settings, ALONE, partial(learning_rate, settings, 10)), held
 
 
 def take(optimizer: PolicyOptimizer, held: list[nn.Parameter], gradient: float = 0.5) -> OptimizerReport:

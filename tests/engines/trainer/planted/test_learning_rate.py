@@ -12,7 +12,7 @@ from trainer.config.trainer import OptimizerConfig
 from trainer.model.blocks import Block
 from trainer.model.ranks import Ranks
 from trainer.optim.optimizer import PolicyOptimizer
-from trainer.planted.learning_rate import planted_optimizer
+from trainer.planted.learning_rate import planted_rate
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"), mesh=cast(Any, None))
 CONFIG = OptimizerConfig(learning_rate=1e-3)
@@ -21,9 +21,8 @@ CONFIG = OptimizerConfig(learning_rate=1e-3)
 def steps(*faults: HighLearningRateFault) -> list[tuple[float, float]]:
     """(how far a weight moved, the rate that was reported) of steps 1 to 3 under a constant gradient."""
     weight = nn.Parameter(torch.zeros(2))
-    optimizer = planted_optimizer(
-        FaultsConfig(plant=faults), [Block(name="one", parameters=(weight,))], CONFIG, ALONE, 10
-    )
+    rate = planted_rate(FaultsConfig(plant=faults), CONFIG, 10)
+    optimizer = PolicyOptimizer([Block(name="one", parameters=(weight,))], CONFIG, ALONE, rate)
     moved: list[tuple[float, float]] = []
     for step in (1, 2, 3):
         before = weight.detach().clone()
@@ -39,13 +38,5 @@ def test_steps_from_the_start_version_on_use_the_multiplied_rate():
     assert [far for far, _ in moved] == pytest.approx([1e-3, 5e-2, 5e-2], rel=1e-3)
 
 
-def test_without_the_fault_the_optimizer_is_the_plain_one():
+def test_without_the_fault_the_rate_is_the_plain_one():
     assert [rate for _, rate in steps()] == pytest.approx([1e-3] * 3)
-    assert (
-        type(
-            planted_optimizer(
-                FaultsConfig(), [Block(name="one", parameters=(nn.Parameter(torch.zeros(2)),))], CONFIG, ALONE, 10
-            )
-        )
-        is PolicyOptimizer
-    )

@@ -44,9 +44,7 @@ def test_a_search_finds_what_was_planted_whatever_rows_it_runs(
         fault = kind.model_validate({"start_version": version} | ({} if kind is NanTokenFault else {"factor": 1e5}))
         loss, acted, planted = planted_step(model, alone, micro_batches, fault, version)
         ran = run_step(model, loss, alone, acted)
-        report = watching(model, alone, tau, loss, subtract=savings, cut_sequences=savings, budget_passes=200).observe(
-            ran.norm, ran.data
-        )
+        report = watching(model, alone, tau, loss, cut_sequences=savings, budget_passes=200).observe(ran.norm, ran.data)
         assert report is not None and report.outcome == "located"
         found = {(hit.trajectory_id, hit.position, hit.micro_batch) for hit in report.hits}
         assert found == {(each.trajectory_id, each.position, each.micro_batch) for each in planted}

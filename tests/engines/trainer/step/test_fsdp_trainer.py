@@ -371,5 +371,5 @@ def test_learning_rates_warm_up_and_end_at_their_final_fraction(
 ):
     schedule = ScheduleConfig(type=kind, warmup_steps=2, final_fraction=0.1)
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule)
-    np.testing.assert_allclose([learning_rate(config, step, 5) for step in (1, 2, 3, 4, 5)], rates, rtol=1e-9)
-    assert learning_rate(config, 50, 5) == rates[-1]
+    np.testing.assert_allclose([learning_rate(config, 5, step) for step in (1, 2, 3, 4, 5)], rates, rtol=1e-9)
+    assert learning_rate(config, 5, 50) == rates[-1]

@@ -11,7 +11,7 @@ from orchestrator.config import parse_config
 from rollout.errors import UserError
 from trainer.batching.quarantine import keep_quarantines, quarantined
 from trainer.config.gradloc import GradLocConfig
-from trainer.config.trainer import TrainerConfig
+from trainer.config.trainer import LayerClipConfig, TrainerConfig
 from trainer.gradloc.block_history import MIN_STEPS, WINDOW_STEPS, BlockHistory
 from trainer.gradloc.culprits import culprit_type
 from trainer.optim.clipping import foresee
@@ -82,7 +82,7 @@ def test_the_history_is_bounded_and_survives_a_checkpoint_as_json():
 
 
 def test_asking_a_clip_teaches_it_nothing():
-    clip = LayerClip(["one", "two"], warmup_steps=1)
+    clip = LayerClip(["one", "two"], LayerClipConfig(warmup_steps=1))
     clip.decide([1.0, 1.0])
     before = json.dumps(clip.state_dict())
     asked = foresee(clip, [1.0, 50.0])

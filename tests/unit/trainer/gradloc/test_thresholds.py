@@ -1,4 +1,4 @@
-"""Thresholds of the gradient search: the published levels, and their one conversion to sums."""
+"""Thresholds of the gradient search against the published levels."""
 
 import json
 import math
@@ -7,44 +7,23 @@ from typing import Any
 import pytest
 from support.paths import GOLDEN_FOLDER
 
-from trainer.gradloc.thresholds import (
-    published_micro_batch_threshold,
-    published_passes,
-    published_rank_threshold,
-    published_threshold,
-    set_threshold,
-    sum_threshold,
-)
+from trainer.gradloc.thresholds import set_threshold
 
 GOLDEN: dict[str, Any] = json.loads((GOLDEN_FOLDER / "golden_vectors.json").read_text())
 V6 = GOLDEN["V6_thresholds"]
-TAU, TOKENS, MICRO_BATCHES, WORLD = V6["tau"], V6["N"], V6["M"], V6["W"]
+TAU, TOKENS = V6["tau"], V6["N"]
 
 
-def test_published_thresholds_are_those_of_the_golden_vectors():
-    blog = V6["blog"]
-    assert published_threshold(TAU, TOKENS) == pytest.approx(blog["global_"], rel=1e-9)
-    assert published_micro_batch_threshold(TAU, TOKENS, MICRO_BATCHES) == pytest.approx(blog["mb"], rel=1e-9)
-    for ranks, expected in blog["rank"].items():
-        assert published_rank_threshold(TAU, TOKENS, MICRO_BATCHES, WORLD, int(ranks)) == pytest.approx(
-            expected, rel=1e-9
-        )
-    for tokens, expected in blog["seg"].items():
-        assert published_threshold(TAU, int(tokens)) == pytest.approx(expected, rel=1e-9)
-    assert published_threshold(GOLDEN["V6_readme_cfg"]["tau"], 512 * 4000) == pytest.approx(
-        GOLDEN["V6_readme_cfg"]["trigger_blog"], rel=1e-9
-    )
-
-
-def test_the_published_cost_is_that_of_the_golden_vectors():
-    cost = V6["cost"]
-    assert published_passes(cost["M"], WORLD, 2 ** int(cost["log2L"])) == cost["total"]
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 1024, TOKENS // MICRO_BATCHES, TOKENS])
-def test_a_threshold_on_a_sum_is_the_published_one_converted(tokens: int):
-    ours = set_threshold(TAU, tokens * (1 / TOKENS) ** 2)
-    assert ours == pytest.approx(sum_threshold(published_threshold(TAU, tokens), tokens, TOKENS), rel=1e-12)
+def test_thresholds_of_sums_are_the_published_ones_of_means_times_the_share_of_the_tokens():
+    blog, parts = V6["blog"], V6["M"] * V6["W"]
+    published = {TOKENS: blog["global_"], TOKENS / V6["M"]: blog["mb"]}
+    published |= {TOKENS * int(ranks) / parts: expected for ranks, expected in blog["rank"].items()}
+    published |= {int(tokens): expected for tokens, expected in blog["seg"].items()}
+    for tokens, expected in published.items():
+        ours = set_threshold(TAU, tokens * (1 / TOKENS) ** 2)
+        assert ours == pytest.approx(expected * tokens / TOKENS, rel=1e-9)
+    readme, whole = GOLDEN["V6_readme_cfg"], 512 * 4000
+    assert set_threshold(readme["tau"], 1 / whole) == pytest.approx(readme["trigger_blog"], rel=1e-9)
 
 
 def test_a_threshold_follows_the_weights_and_not_their_number():

@@ -9,8 +9,9 @@ from trainer.algorithms.grpo import Grpo
 from trainer.batching.batcher import build_batch
 from trainer.batching.packing import pack
 from trainer.config.trainer import GrpoConfig
-from trainer.planted.draws import LEAST_SHARE, DrawnTerm, StepBatches, StepPulls, candidates, draw_terms, generator
+from trainer.planted.draws import LEAST_SHARE, DrawnTerm, StepPulls, candidates, draw_terms, generator
 from trainer.types.evidence import audited_group
+from trainer.types.step import StepBatches
 
 
 def step_of(ranks: int = 1, micro_batch_tokens: int = 42, lengths: tuple[int, ...] = (3, 11, 6)) -> StepBatches:

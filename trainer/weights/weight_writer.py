@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollout.errors import ConcordError, UserError, boundary
+from rollout.errors import UserError, boundary
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import write_manifest
 from rollout.types.weights import Canary, PolicyVersion, TensorEntry, Transport, WeightManifest
@@ -55,7 +55,7 @@ class _Shard:
     num_bytes: int
 
 
-class Publisher:
+class WeightWriter:
     """Writes published directories; one lives as long as its trainer."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Publisher:
         """On rank 0: place of each tensor in the order in which `whole_tensors` yields them, once something was
         published."""
 
-    def publish(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
+    def write(self, policy: PolicyVersion, directory: Path, canary: Callable[[], Canary]) -> WeightManifest | None:
         """Write `directory`; rank 0 returns its manifest, the others None. Collective.
 
         Args:
@@ -84,10 +84,10 @@ class Publisher:
         Raises:
             UserError: the directory exists or cannot be written.
         """
-        temporary = self._begin(directory)
+        temporary = self._ranks.of_first(lambda: begin_directory(directory))
         shards = self._write_shards(temporary)
         answered = canary()
-        if not self._ranks.first or temporary is None:
+        if temporary is None:
             self._ranks.agree()
             return None
         written = [entry for shard in shards for entry in shard.entries]
@@ -106,20 +106,6 @@ class Publisher:
         self._ranks.agree()
         return manifest
 
-    def _begin(self, directory: Path) -> Path | None:
-        """The temporary directory on rank 0; all ranks fail if it cannot be made."""
-        if not self._ranks.first:
-            self._ranks.agree()
-            return None
-        try:
-            temporary = begin_directory(directory)
-        except ConcordError as error:
-            if self._ranks.world > 1:
-                self._ranks.agree(str(error))
-            raise
-        self._ranks.agree()
-        return temporary
-
     def _write_shards(self, temporary: Path | None) -> list[_Shard]:
         shards: list[_Shard] = []
         pending: dict[str, Tensor] = {}
@@ -137,20 +123,19 @@ class Publisher:
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint name and tensor of everything published, on every rank and where the model lives. Collective."""
-        with torch.no_grad():
-            for name, tensor in stored_tensors(self._model.causal_lm):
-                for stored, part in self._layout.stored_form(name, self._whole(tensor)).items():
-                    yield stored, part.detach().contiguous()
+        for name, whole in self._gathered():
+            yield from ((stored, part.contiguous()) for stored, part in self._layout.stored_form(name, whole).items())
 
     def _tensors_to_write(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint name and CPU tensor of everything published, on rank 0 only; the others take part in the gathering
-        and see none."""
+        """The same on the CPU, on rank 0 only; the others take part in the gathering and see none."""
+        for name, whole in self._gathered():
+            if self._ranks.first:
+                for stored, part in self._layout.stored_form(name, whole).items():
+                    yield stored, part.cpu().contiguous()
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
-            for name, tensor in stored_tensors(self._model.causal_lm):
-                whole = self._whole(tensor)
-                if self._ranks.first:
-                    for stored, part in self._layout.stored_form(name, whole).items():
-                        yield stored, part.cpu().contiguous()
+            yield from ((name, self._whole(tensor).detach()) for name, tensor in stored_tensors(self._model.causal_lm))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """A parameter in the published dtype, gathered; a buffer as it is."""
@@ -163,23 +148,18 @@ class Publisher:
     def _finish(self, temporary: Path, directory: Path, manifest: WeightManifest, shards: list[_Shard]) -> None:
         with boundary(UserError, f"cannot write {directory} (free space, or choose another run directory)"):
             _name_shards(temporary, shards)
-            linked = self._static_files(temporary)
+            linked = self._copy_static_files(temporary)
             write_manifest(temporary, manifest)
         complete_directory(temporary, directory, linked)
         self._linked_from = directory
 
-    def _static_files(self, temporary: Path) -> frozenset[Path]:
+    def _copy_static_files(self, temporary: Path) -> frozenset[Path]:
         """Copy config and tokenizer; from the second publication on, link the copies of the one before. Returns the
         links."""
         if self._linked_from is not None and self._linked_from.is_dir():
-            source, names = (
-                self._linked_from,
-                sorted({path.name for pattern in _STATIC_FILES for path in self._linked_from.glob(pattern)}),
-            )
-            return frozenset(temporary / name for name in names if _link_or_copy(source / name, temporary / name))
-        for path in sorted(
-            {path for pattern in _STATIC_FILES for path in self._model_dir.glob(pattern) if path.is_file()}
-        ):
+            paths = _static_files(self._linked_from)
+            return frozenset(temporary / path.name for path in paths if _link_or_copy(path, temporary / path.name))
+        for path in _static_files(self._model_dir):
             shutil.copyfile(path, temporary / path.name)
         self._declare_dtype(temporary / "config.json")
         return frozenset()
@@ -191,6 +171,11 @@ class Publisher:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         if config.get(key) != wanted:
             path.write_text(json.dumps(config | {key: wanted}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _static_files(directory: Path) -> list[Path]:
+    """Config and tokenizer of a model directory."""
+    return sorted({path for pattern in _STATIC_FILES for path in directory.glob(pattern) if path.is_file()})
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:

@@ -1,7 +1,7 @@
 """One trainer rank's half of a GPU transport: where engines meet it, and the current weights sent to them without the
 disk.
 
-The bytes move through the inference engine's own transfer, behind `Sender`. It knows no Ray, no schedule and no
+The bytes move through the inference engine's own transfer, behind `Connection`. It knows no Ray, no schedule and no
 replica's state.
 """
 
@@ -26,7 +26,7 @@ Source = Callable[[], Iterator[tuple[str, Tensor]]]
 """A new pass over the whole tensors, in the order of the manifest. Collective."""
 
 
-class Sender(Protocol):
+class Connection(Protocol):
     """An open connection to the engines."""
 
     def send(self) -> None:
@@ -42,16 +42,16 @@ class _Exporter:
     """An `IpcSender` with its source."""
 
     def __init__(self, sender: IpcSender, source: Source) -> None:
-        self._sender, self._source = sender, source
+        self._connected, self._source = sender, source
 
     def send(self) -> None:
-        self._sender.send(self._source())
+        self._connected.send(self._source())
 
     def close(self) -> None:
-        self._sender.close()
+        self._connected.close()
 
 
-def vllm_sender(rendezvous: Rendezvous, manifest: WeightManifest, rank: int, source: Source) -> Sender:
+def vllm_sender(rendezvous: Rendezvous, manifest: WeightManifest, rank: int, source: Source) -> Connection:
     """Connect to vLLM's workers; with nccl, rank 0 blocks until all have joined."""
     quiet_vllm()
     if rendezvous.transport is Transport.NCCL:
@@ -59,7 +59,7 @@ def vllm_sender(rendezvous: Rendezvous, manifest: WeightManifest, rank: int, sou
     return _Exporter(IpcSender(rendezvous, rank), source)
 
 
-class Transfer:
+class WeightSender:
     """Lives as long as its rank; keeps an NCCL group as long as its members stay the same."""
 
     def __init__(
@@ -68,17 +68,12 @@ class Transfer:
         rank: int,
         device: torch.device,
         source: Source,
-        connect: Callable[[Rendezvous, WeightManifest, int, Source], Sender] = vllm_sender,
+        connect: Callable[[Rendezvous, WeightManifest, int, Source], Connection] = vllm_sender,
     ) -> None:
-        self._transport, self._rank, self._device, self._source, self._connect = (
-            transport,
-            rank,
-            device,
-            source,
-            connect,
-        )
+        self._transport, self._rank, self._device = transport, rank, device
+        self._source, self._connect = source, connect
         self._opened: tuple[Members, Rendezvous] | None = None
-        self._sender: tuple[str, Sender] | None = None
+        self._connected: tuple[str, Connection] | None = None
 
     def open(
         self,
@@ -111,14 +106,12 @@ class Transfer:
                 stale.unlink()
             return Rendezvous(transport=Transport.IPC, path=place)
         if self._opened is None or self._opened[0] != members:
-            first_ranks = tuple(slot * workers for slot, _ in members)
-            world_size = 1 + len(members) * workers
             found = Rendezvous(
                 transport=Transport.NCCL,
                 host=place,
                 port=free_port(place),
-                world_size=world_size,
-                first_ranks=first_ranks,
+                world_size=1 + len(members) * workers,
+                first_ranks=tuple(slot * workers for slot, _ in members),
             )
             self._opened = (members, found)
         return self._opened[1]
@@ -133,18 +126,18 @@ class Transfer:
         whole = False
         try:
             with boundary(WeightSyncError, f"trainer rank {self._rank} at {manifest.location}"), _current(self._device):
-                self._connected(manifest).send()
+                self._connection(manifest).send()
             whole = True
         finally:
             if not whole:
-                self._opened = self._sender = None  # a broken group cannot be left in order
+                self._opened = self._connected = None  # a broken group cannot be left in order
 
-    def _connected(self, manifest: WeightManifest) -> Sender:
-        if self._sender is None or self._sender[0] != manifest.location:
+    def _connection(self, manifest: WeightManifest) -> Connection:
+        if self._connected is None or self._connected[0] != manifest.location:
             self.close()
             rendezvous = Rendezvous.parse(manifest.location)
-            self._sender = (manifest.location, self._connect(rendezvous, manifest, self._rank, self._source))
-        return self._sender[1]
+            self._connected = (manifest.location, self._connect(rendezvous, manifest, self._rank, self._source))
+        return self._connected[1]
 
     def release(self) -> None:
         """All engines have what was sent: let go of exported tensors. An NCCL group stays."""
@@ -153,9 +146,9 @@ class Transfer:
 
     def close(self) -> None:
         """Leave the engines."""
-        if self._sender is not None:
-            sender, self._sender = self._sender[1], None
-            sender.close()
+        if self._connected is not None:
+            connection, self._connected = self._connected[1], None
+            connection.close()
 
 
 def free_port(host: str) -> int:
