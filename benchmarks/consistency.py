@@ -18,6 +18,7 @@ from harness.runs import WORKLOAD, concord_run, parser, report
 
 from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
+from trainer.consistency.scoring.held_versions import HeldVersions
 
 MODEL = WORKLOAD / "model"
 BASE = PolicyVersion(1, 0)
@@ -78,7 +79,9 @@ def gate(pairs: int) -> dict[str, Any]:
         rows = trajectories(128, 6 + new_tokens)
         ids = torch.from_numpy(np.stack([row.token_ids for row in rows])).long()
         per_batch = 16384 // ids.shape[1]
-        scorer = Scorer(MODEL, Path(tempfile.gettempdir()), "float32", 1024, 16384, 2, torch.device("cpu"))
+        folder, cpu = Path(tempfile.gettempdir()), torch.device("cpu")
+        versions = HeldVersions(MODEL, folder, "float32", 1024, 2, cpu)
+        scorer = Scorer(versions, 16384)
 
         def forward(ids: "torch.Tensor" = ids, per_batch: int = per_batch) -> None:
             with torch.inference_mode():

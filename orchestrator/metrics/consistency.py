@@ -19,7 +19,8 @@ from orchestrator.metrics.types import (
     single,
     step_column,
 )
-from trainer.consistency.service.report import ReplicaGap, RoutingFacts
+from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.service.report import ReplicaGap
 from trainer.types.evidence import GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES
 from trainer.types.step import Verdict
@@ -64,12 +65,12 @@ def _worst(now: Moment, value: Callable[[ReplicaGap], float]) -> float:
     return max(map(value, now.gaps), default=UNMEASURED)
 
 
-def _routings(now: Moment) -> list[RoutingFacts]:
+def _routings(now: Moment) -> list[RoutingAgreement]:
     """Of the replicas that returned routing, or should have."""
     return [gap.routing for gap in now.newest_gaps.values() if gap.routing is not None]
 
 
-def _worst_routing(now: Moment, value: Callable[[RoutingFacts], float]) -> float:
+def _worst_routing(now: Moment, value: Callable[[RoutingAgreement], float]) -> float:
     return max((value(routing) for routing in _routings(now) if routing.num_rows), default=UNMEASURED)
 
 

@@ -81,7 +81,9 @@ class Replica(Protocol):
     digest_mismatches: Final[int]
 
     @property
-    def sampled_tokens(self) -> int: ...
+    def sampled_tokens(self) -> int:
+        """By all of its incarnations."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

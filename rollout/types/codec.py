@@ -253,7 +253,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
     first = 0
     for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
         here, first = slice(first, first + size), first + size
-        routing = None
+        routing: RoutingTrace | None = None
         if shape is not None:
             routing, routing_from = _routing(buffer, routing_from, size - 1, shape)
         arrays = (ids[here], sampled[here], logprobs[here])

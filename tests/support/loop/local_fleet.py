@@ -3,12 +3,10 @@ Ray."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from support.in_process_store import in_process
 
 from actors.ports import EnginePort, Started, Updated
@@ -32,11 +30,11 @@ from rollout.tokenization.agreement import TokenizerIdentity, identify
 from rollout.tokenization.tokenizer import Tokenizer, load_tokenizer
 from rollout.types.dispatch import Dispatch
 from rollout.types.engine_identity import EngineIdentity
-from rollout.types.generation import GenerationRequest, PauseMode, SamplingParams, TokenChunk
+from rollout.types.generation import PauseMode, SamplingParams
 from rollout.types.prompts import Prompt
 from rollout.types.protocols import Engine, EngineLoad, Store
 from rollout.types.trajectory import EngineTag, Reward, Trajectory
-from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
+from rollout.types.weights import PolicyVersion, WeightManifest
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.consistency.service.auditor import Auditor
 from trainer.consistency.service.build import build_auditor
@@ -75,49 +73,6 @@ class QuietReporter:
 
     def close(self) -> None:
         return None
-
-
-class EngineWrap:
-    """An engine that hands everything on: planted faults override what they change."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def start(self, manifest: WeightManifest) -> EngineTag:
-        return await self.engine.start(manifest)
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        return self.engine.generate(request)
-
-    def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
-        return self.engine.resume_from(request, produced)
-
-    async def abort(self, request_id: str) -> None:
-        await self.engine.abort(request_id)
-
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        return await self.engine.score(token_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self.engine.pause(mode)
-
-    async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        return await self.engine.apply(manifest)
-
-    async def resume(self) -> None:
-        await self.engine.resume()
-
-    async def tag(self) -> EngineTag:
-        return await self.engine.tag()
-
-    async def healthy(self) -> bool:
-        return await self.engine.healthy()
-
-    async def load(self) -> EngineLoad:
-        return await self.engine.load()
-
-    async def stop(self) -> None:
-        await self.engine.stop()
 
 
 class LocalEnginePort:

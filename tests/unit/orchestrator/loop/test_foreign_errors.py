@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from support.loop.local_fleet import EngineWrap
+from support.loop.engine_wrap import EngineWrap
 from support.loop.loop_case import Case, assert_accounted
 from support.loop.run_record import events_of
 

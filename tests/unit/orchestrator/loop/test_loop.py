@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.loop.local_fleet import EngineWrap, LocalFleet
+from support.loop.engine_wrap import EngineWrap
+from support.loop.local_fleet import LocalFleet
 from support.loop.loop_case import Case, assert_accounted, config_of
 
 from orchestrator.config import RunConfig

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.builders import build_tag
+from support.loop.engine_wrap import EngineWrap
 from support.loop.local_fleet import (
-    EngineWrap,
     EngineWrapper,
     LocalEnginePort,
     LocalFleet,

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 from support.builders import build_tag
-from support.loop.local_fleet import EngineWrap, LocalFleet, QuietReporter, inputs_of
+from support.loop.engine_wrap import EngineWrap
+from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 from support.trainer.manifests import disk_manifest as manifest
 

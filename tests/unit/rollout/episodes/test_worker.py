@@ -15,10 +15,10 @@ from rollout.environments.registry import build_envs
 from rollout.episodes.episode import EpisodeSettings, Judge
 from rollout.episodes.worker import EpisodeWorker, WorkerSettings
 from rollout.errors import ConcordError
-from rollout.store.sqlite.store import SqliteStore
 from rollout.types.dispatch import Ending, FailReason
 from rollout.types.generation import SamplingParams
 from rollout.types.prompts import Prompt
+from rollout.types.protocols import Store
 from rollout.types.trajectory import EncodedGroup, GroupHeader, Reward, Trajectory
 
 T = TypeVar("T")
@@ -35,21 +35,31 @@ def within_20_s(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main())
 
 
-class TakesAll(SqliteStore):
+class OnlyPuts(Store):
+    """A store of which a worker uses `put` alone."""
+
+    def __init__(self) -> None:
+        super().__init__(self._unasked)
+
+    async def _unasked(self, name: str, *args: object) -> Any:
+        raise AssertionError(f"nobody asks for {name}")
+
+
+class TakesAll(OnlyPuts):
     """Says of every group that it is durable."""
 
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         return tuple(group.header.dispatch_id for group in groups)
 
 
-class Breaks(SqliteStore):
+class Breaks(OnlyPuts):
     """Fails a put as foreign code does."""
 
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
         raise OSError("no space left on device")
 
 
-class Hangs(SqliteStore):
+class Hangs(OnlyPuts):
     """A put that never ends."""
 
     async def put(self, groups: Sequence[EncodedGroup]) -> tuple[str, ...]:
@@ -77,10 +87,10 @@ class OddJudge:
         return no_rewards
 
 
-def worker_of(tmp_path: Path, store: type[SqliteStore] = TakesAll, score: Judge | None = None) -> EpisodeWorker:
+def worker_of(tmp_path: Path, store: type[OnlyPuts] = TakesAll, score: Judge | None = None) -> EpisodeWorker:
     """A worker with engine 0, whose samples are `3 4`."""
     worker = EpisodeWorker(
-        store=store(tmp_path, "process"),
+        store=store(),
         score=score or RecordingJudge(),
         tokenizer=TOKENIZER,
         make_envs=lambda prompt, count: build_envs(ArithmeticConfig(), prompt, TOKENIZER, count),

@@ -11,7 +11,7 @@ from support.trainer.manifests import disk_manifest
 from rollout.engines.vllm.transfer import Rendezvous, init_info
 from rollout.errors import EngineError, WeightSyncError
 from rollout.types.weights import PolicyVersion, Transport, WeightManifest
-from trainer.weights.transfer import Transfer
+from trainer.weights.weight_sender import WeightSender
 
 ORDER = {"c": 0, "a": 1, "b": 2}
 
@@ -41,7 +41,7 @@ class Rank:
     def __init__(self, transport: Transport) -> None:
         self.connections: list[Connection] = []
         self.broken = False
-        self.transfer = Transfer(transport, 0, torch.device("cpu"), self._source, self._connect)
+        self.transfer = WeightSender(transport, 0, torch.device("cpu"), self._source, self._connect)
 
     def _source(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
