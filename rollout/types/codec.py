@@ -258,7 +258,8 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
             routing, routing_from = _routing(buffer, routing_from, size - 1, shape)
         arrays = (ids[here], sampled[here], logprobs[here])
         timings = Timings(started_at_s=started_at_s, generation_s=generation_s)
-        ending = (tags[tag], _FINISH_REASONS[finish], timings, routing)
+        own: EngineTag = tags[tag]
+        ending = (own, _FINISH_REASONS[finish], timings, routing)
         yield rebuilt(Trajectory, _TRAJECTORY_FIELDS, (identity, *names, *arrays, _spans(spans), turns, *ending))
 
 
