@@ -68,12 +68,12 @@ def whole_loop(new_tokens: int, steps: int, durability: str) -> dict[str, Any]:
 async def store_cycle(tokens: int, rounds: int) -> dict[str, Any]:
     """put + lease + acknowledge through the actor; payloads have int32 ids and float32 log-probs."""
     from actors.roles.store_actor import StoreActor
-    from rollout.config import StoreConfig
+    from rollout.config import SqliteStoreConfig
     from rollout.types.codec import encode
     from rollout.types.prompts import Prompt, PromptCursor
 
     with tempfile.TemporaryDirectory() as folder:
-        store = RemoteStore(StoreActor.remote(Path(folder), StoreConfig()))
+        store = RemoteStore(StoreActor.remote(Path(folder), SqliteStoreConfig()))
         epoch = (await store.recover(None)).trainer_epoch
         groups_a_batch = 64 // SIZE
         dispatches = [

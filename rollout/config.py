@@ -230,12 +230,16 @@ def returns_routing(engine: EngineConfig) -> bool:
     return isinstance(engine, VllmConfig | TorchEngineConfig) and engine.return_routing
 
 
-class StoreConfig(Section):
-    """The trajectory store."""
+class SqliteStoreConfig(Section):
+    """The trajectory store: a SQLite database in the run directory."""
 
     type: Literal["sqlite"] = "sqlite"
     durability: Literal["process", "machine"] = "process"
     """`process` survives kill -9; `machine` also survives power loss (one fsync a transaction)."""
+
+
+StoreConfig = SqliteStoreConfig
+"""The kinds of store; another one makes it a union, as `EngineConfig` is."""
 
 
 class EpisodesConfig(Section):

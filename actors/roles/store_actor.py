@@ -9,18 +9,18 @@ from actors.calls import call
 from actors.places import Place, here
 from actors.process import enter_process
 from rollout.config import StoreConfig
-from rollout.store.sqlite.store import SqliteStore
+from rollout.store.registry import build_store
 from rollout.types.protocols import Store
 
 
 @ray.remote
 class StoreActor:
-    """Serves one `SqliteStore`, a call after the other. Not asynchronous: the store never waits, and such an actor
+    """Serves one store, a call after the other. Not asynchronous: the store never waits, and such an actor
     costs less a call."""
 
     def __init__(self, run_dir: Path, config: StoreConfig) -> None:
         enter_process("store", run_dir)
-        self._store = SqliteStore(run_dir, config.durability)
+        self._store = build_store(run_dir, config)
 
     def place(self) -> Place:
         return here()

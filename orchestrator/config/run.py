@@ -17,6 +17,7 @@ from rollout.config import (
     RewardWorkersConfig,
     SamplingConfig,
     Section,
+    SqliteStoreConfig,
     StoreConfig,
     VllmConfig,
     returns_routing,
@@ -38,7 +39,7 @@ class RunConfig(Section):
     reward: RewardConfig = ExactMatchConfig()
     reward_workers: RewardWorkersConfig = RewardWorkersConfig()
     episodes: EpisodesConfig = EpisodesConfig()
-    store: StoreConfig = StoreConfig()
+    store: StoreConfig = SqliteStoreConfig()
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
