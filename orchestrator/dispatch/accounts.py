@@ -93,12 +93,6 @@ class Accounts(Observer):
             self._order[header.dispatch_id] = header
             self._advance()
 
-    def paused(self, pauses_s: Sequence[float]) -> None:
-        """A weight update paused the replicas for so long, each."""
-        self.pauses.extend(pauses_s)
-        self.longest_pause_s = max(pauses_s)
-        self.distributions.observe_all("concord_weight_update_pause_seconds", pauses_s)
-
     def end(self, dispatch_id: str) -> None:
         """A dispatch failed without a group."""
         if dispatch_id in self._order and self._order[dispatch_id] is None:
@@ -134,8 +128,11 @@ class Accounts(Observer):
 
     def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
         """Count the update and its pauses."""
+        pauses_s = [report.pause_s for report in reports]
         self.weight_updates += 1
-        self.paused([report.pause_s for report in reports])
+        self.longest_pause_s = max(pauses_s)
+        self.pauses.extend(pauses_s)
+        self.distributions.observe_all("concord_weight_update_pause_seconds", pauses_s)
 
     def trainer_worked(self, seconds: float) -> None:
         """The trainer was busy for so long."""

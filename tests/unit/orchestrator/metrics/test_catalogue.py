@@ -14,6 +14,7 @@ from orchestrator.metrics.catalogue import CATALOGUE, DECLARED, max_series, size
 from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
 from orchestrator.metrics.types import Extent, MetricType
 from orchestrator.run_dir.record import record_of_rows
+from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.consistency.checks.structure import DriftKind
 from trainer.types.evidence import GapCause
 from trainer.types.histograms import LOG_RATIO_EDGES
@@ -110,8 +111,10 @@ def test_the_most_series_of_a_run_follow_from_its_sizes():
 
 def test_the_longest_pause_is_that_of_the_slowest_replica_of_the_last_update():
     accounts = Accounts()
-    accounts.paused([9.0, 1.0])
-    accounts.paused([1.0, 3.0, 2.0])
+    for version, pauses_s in enumerate(([9.0, 1.0], [1.0, 3.0, 2.0]), start=1):
+        policy = PolicyVersion(1, version)
+        reports = [ApplyReport(policy=policy, digest="d", pause_s=pause_s, interrupted=0) for pause_s in pauses_s]
+        accounts.version_committed(policy, reports)
     assert (accounts.longest_pause_s, list(accounts.pauses)) == (3.0, [9.0, 1.0, 1.0, 3.0, 2.0])
 
 
