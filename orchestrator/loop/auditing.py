@@ -148,24 +148,24 @@ class Consistency:
         for dispatch_id in ids:
             self.queue.done(dispatch_id)
         self.sums.add(report)
-        incarnations = {header.replica: header.incarnation for header in batch}
+        incarnations = _incarnations(batch)
         for gap in report.gaps:
             await self.gaps.take(gap, incarnations[gap.replica])
         if self.gates:
             await self._let_through(report.groups)
 
     def _context(self, batch: Sequence[GroupHeader]) -> AuditContext:
-        replicas = [self._replicas[slot] for slot in sorted({header.replica for header in batch})]
+        replicas = [(self._replicas[slot], number) for slot, number in sorted(_incarnations(batch).items())]
         return AuditContext(
             committed=self.queue.committed_of(batch),
             replicas=tuple(
                 ReplicaFacts(
                     replica=replica.slot,
-                    canary_gap=replica.canary_gap_nats,
+                    canary_gap=replica.canary_gap_of(incarnation),
                     canary_tolerance=replica.tolerance_nats,
                     baseline=self.gaps.baseline_of(replica.slot),
                 )
-                for replica in replicas
+                for replica, incarnation in replicas
             ),
         )
 
@@ -175,6 +175,11 @@ class Consistency:
         self._book.pool.waive({g.dispatch_id for g in groups if not g.complete})
         await self._book.end([_ending(group) for group in refused])
         self._book.ring()
+
+
+def _incarnations(batch: Sequence[GroupHeader]) -> dict[int, int]:
+    """The incarnation of each slot that sampled a batch of the queue, which mixes none."""
+    return {header.replica: header.incarnation for header in batch}
 
 
 def _ending(group: GroupVerdict) -> Ending:

@@ -77,8 +77,12 @@ class Replica(Protocol):
     tag: Final[object]
     applied: Final[PolicyVersion | None]
     tolerance_nats: Final[float]
-    canary_gap_nats: Final[float]
     digest_mismatches: Final[int]
+
+    @property
+    def canary_gap_nats(self) -> float:
+        """How far its newest answer to a canary was from the trainer's."""
+        ...
 
     @property
     def sampled_tokens(self) -> int:

@@ -29,9 +29,7 @@ class Replica:
         self.applying: PolicyVersion | None = None
         """A newer policy that it has been asked to take, until it is verified; it may sample under it already."""
         self.tolerance_nats = 0.0
-        self.canary_gap_nats = 0.0
-        """How far its newest answer to a canary was from the trainer's, mean of a token; infinity when it received
-        other bytes than were published, or answered nonsense."""
+        self._canary_gaps: dict[int, float] = {}
         self.assigned = 0
         """Groups handed out to it and not yet back."""
         self.metrics_address = ""
@@ -46,6 +44,16 @@ class Replica:
     def name(self) -> str:
         """For messages."""
         return f"engine replica {self.slot}"
+
+    @property
+    def canary_gap_nats(self) -> float:
+        """The newest `canary_gap_of` the slot; 0 before the first answer."""
+        return next(reversed(self._canary_gaps.values()), 0.0)
+
+    def canary_gap_of(self, incarnation: int) -> float:
+        """How far an incarnation's newest answer to a canary was from the trainer's, mean of a token; infinity when it
+        received other bytes than were published, or answered nonsense; 0 where it is of an earlier trainer epoch."""
+        return self._canary_gaps.get(incarnation, 0.0)
 
     @property
     def busy_s(self) -> float:
@@ -72,7 +80,8 @@ class Replica:
 
     def has_started(self, started: Started, gap_nats: float, canary_floor_nats: float) -> None:
         """The present incarnation is what the run expects; it gets work once it `is_ready`."""
-        self.tag, self.metrics_address, self.canary_gap_nats = started.tag, started.metrics_address, gap_nats
+        self.tag, self.metrics_address = started.tag, started.metrics_address
+        self.answered(gap_nats)
         if self.tolerance_nats == 0.0:
             self.tolerance_nats = 3.0 * max(gap_nats, canary_floor_nats)
 
@@ -96,11 +105,11 @@ class Replica:
     def received_other_bytes(self) -> None:
         """Its update had another digest than what was published."""
         self.digest_mismatches += 1
-        self.canary_gap_nats = math.inf
+        self.answered(math.inf)
 
     def answered(self, gap_nats: float) -> None:
         """A canary, so far from the trainer's answer."""
-        self.canary_gap_nats = gap_nats
+        self._canary_gaps[self.incarnation] = gap_nats
 
     def reports(self, load: EngineLoad) -> None:
         """What it is doing."""

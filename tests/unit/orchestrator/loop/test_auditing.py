@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from support.consistency.audit_fakes import ScriptedScorer, scripted_auditor
+from support.loop.failing_once import FailingOnce
 from support.loop.local_fleet import LocalFleet, QuietReporter, inputs_of
 from support.paths import MODEL
 
@@ -23,6 +24,7 @@ from orchestrator.loop.gap_watch import Baselines
 from orchestrator.run_dir.layout import RunDir, create_run_dir
 from rollout.errors import ConcordError, UserError
 from rollout.store.sqlite.reader import open_reader
+from rollout.types.protocols import Engine
 from rollout.types.trajectory import Annotation, StoredGroups, Trajectory
 from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
@@ -35,6 +37,8 @@ from trainer.types.evidence import decode_evidence
 from trainer.types.step import OldLogprobSource, StepReport, StepRequest
 
 DEADLINE_S = 30.0
+FAILS_AT = 4
+"""The version that a replica fails at."""
 BAD = "-1"
 """Suffix of trajectories that a test's scorer finds fault with."""
 
@@ -67,6 +71,7 @@ class Case:
         consistency: dict[str, Any],
         *overrides: str,
         make: Callable[[ConsistencyConfig], Auditor] = scripted_auditor,
+        wrap: Callable[[Engine, int], Engine] | None = None,
     ) -> None:
         document: dict[str, object] = {
             "run": {"dir": str(tmp_path), "name": "run", "steps": 6, "batch_groups": 3, "group_size": 2},
@@ -80,14 +85,14 @@ class Case:
         self.config = parsed.model_copy(update={"consistency": ConsistencyConfig.model_validate(consistency)})
         self.run: RunDir = create_run_dir(self.config, "run")
         self.trainer = WatchedTrainer(self.config)
-        self._make = make
+        self._make, self._wrap = make, wrap
 
     def drive(self, on_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
         reporter = QuietReporter()
         reporter.on_step = on_step
 
         async def main() -> dict[str, Any]:
-            fleet = LocalFleet(self.config, self.run.path, MODEL, self.trainer)
+            fleet = LocalFleet(self.config, self.run.path, MODEL, self.trainer, self._wrap)
             fleet.make_auditor = lambda: self._make(self.config.consistency)
             try:
                 async with asyncio.timeout(DEADLINE_S):
@@ -136,9 +141,67 @@ class Stuck(Auditor):
         return AuditReport(groups=(), gaps=(), scored_tokens=0, seconds=0.0, held_versions=0, held_bytes=0), ()
 
 
+class Late(Auditor):
+    """The service, which answers only once it is let go."""
+
+    def __init__(self, auditor: Auditor, released: threading.Event) -> None:
+        self._auditor, self._released = auditor, released
+
+    def audit(
+        self, groups: StoredGroups, context: AuditContext, kind: str
+    ) -> tuple[AuditReport, tuple[Annotation, ...]]:
+        self._released.wait(DEADLINE_S)
+        return self._auditor.audit(groups, context, kind)
+
+
+class FailsAndSays(FailingOnce):
+    """Says when the slot's second incarnation is made."""
+
+    def __init__(self, slot: int, made: threading.Event) -> None:
+        super().__init__(slot, "canary", FAILS_AT)
+        self._made, self._engines = made, 0
+
+    def __call__(self, engine: Engine, slot: int) -> Engine:
+        self._engines += slot == self.slot
+        if self._engines == 2:
+            self._made.set()
+        return super().__call__(engine, slot)
+
+
 def assert_accounted(summary: dict[str, Any]) -> None:
     ended = summary["trained"] + sum(summary["rejected"].values()) + sum(summary["failed"].values())
     assert summary["dispatched"] == ended + summary["in_flight"]
+
+
+def test_groups_of_a_wrong_replica_that_are_judged_after_it_has_gone_do_not_end_its_successor(tmp_path: Path) -> None:
+    """Each of them says weight_sync, of an incarnation that is replaced already: one restart, and the run goes on."""
+    made = threading.Event()
+
+    def gap(trajectory: Trajectory, options: ScoreOptions) -> float:
+        """Whatever the first incarnation of replica 1 has sampled is far from the trainer."""
+        newest = trajectory.version_spans[-1].policy.version
+        return 0.1 if trajectory.tag.replica == 1 and newest < FAILS_AT else 0.0
+
+    case = Case(
+        tmp_path,
+        {"mode": "audit", "audit_fraction": 1.0},
+        "engine.replicas=2",
+        "run.steps=30",
+        "staleness.max_staleness=4",
+        "engine.latency_mean_s=0.004",
+        "engine.latency_sigma=1.0",
+        "engine.slots=4",
+        make=lambda config: Late(scripted_auditor(config, ScriptedScorer(gap)), made),
+        wrap=FailsAndSays(1, made),
+    )
+    baselines = Baselines(case.run.path / "baseline.json")
+    for slot in (0, 1):
+        baselines.set(GapBaseline(engine="scripted", replica=slot, mean_abs=1e-6, k3=0.0, f2=0.0, tokens=100))
+    summary = case.drive()
+    assert summary["version"] == 30
+    assert summary["replica_restarts"] == len(case.events("replica_failed")) == 1
+    assert "weight_sync" in [e["cause"] for e in case.events("consistency_finding") if e["codes"] != "canary"]
+    assert_accounted(summary)
 
 
 @pytest.mark.parametrize("eta", [0, 2])

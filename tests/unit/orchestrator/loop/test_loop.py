@@ -7,10 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from support.loop.engine_wrap import EngineWrap
+from support.loop.failing_once import FailingOnce
 from support.loop.local_fleet import LocalFleet
 from support.loop.loop_case import Case, assert_accounted, config_of
 
@@ -23,7 +22,7 @@ from rollout.types.dispatch import Dispatch, DispatchState
 from rollout.types.generation import GenerationRequest, TokenChunk
 from rollout.types.protocols import Engine
 from rollout.types.trajectory import GroupHeader, StoredGroups
-from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
+from rollout.types.weights import PolicyVersion
 from trainer.step.scripted import ScriptedTrainer
 from trainer.types.step import StepReport, StepRequest
 
@@ -143,41 +142,6 @@ def test_admission_after_a_resume_stays_within_the_window(tmp_path: Path) -> Non
     case.config = config_of(tmp_path, "run.steps=9", "staleness.max_staleness=2")
     case.drive()
     assert all(row["running"] + row["ready"] <= 9 for row in case.reporter.rows)
-
-
-class FailingOnce:
-    """Round an engine: the first `apply` of replica `slot` answers wrongly."""
-
-    def __init__(self, slot: int, how: str) -> None:
-        self.slot, self.how, self.done = slot, how, False
-
-    def __call__(self, engine: Engine, slot: int) -> Engine:
-        return Wrapped(engine, self) if slot == self.slot else engine
-
-
-class Wrapped(EngineWrap):
-    def __init__(self, engine: Engine, plan: FailingOnce) -> None:
-        super().__init__(engine)
-        self._plan = plan
-        self._canary_wrong = False
-
-    async def apply(self, manifest: WeightManifest) -> ApplyReport:
-        report = await self.engine.apply(manifest)
-        if self._plan.done:
-            return report
-        self._plan.done = True
-        if self._plan.how == "digest":
-            return ApplyReport(
-                policy=report.policy, digest="0" * 64, pause_s=report.pause_s, interrupted=report.interrupted
-            )
-        self._canary_wrong = True
-        return report
-
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        truth = await self.engine.score(token_ids)
-        if not self._canary_wrong:
-            return truth
-        return np.full_like(truth, np.nan) if self._plan.how == "nan" else truth + np.float32(0.01)
 
 
 @pytest.mark.parametrize("how", ["digest", "canary", "nan"])
