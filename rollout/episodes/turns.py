@@ -181,10 +181,8 @@ class Episode:
                             f"{len(samples) - 1} of its own"
                         )
                     sample = samples[chunk.sample_index]
-                    if sample.add(chunk, request, turn):
-                        sample.ended_at_s = time.perf_counter()
-                        if later_turns is not None:
-                            later_turns.create_task(self._go_on(chunk.sample_index))
+                    if sample.add(chunk, request, turn) and later_turns is not None:
+                        later_turns.create_task(self._go_on(chunk.sample_index))
             except (BadAnswer, asyncio.CancelledError):
                 await self._abort(request.request_id)
                 raise
