@@ -148,7 +148,7 @@ class EngineSection(Section):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     """Ray GPUs a replica; 0 runs it on CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and KV cache."""
+    """Number format of weights and KV cache."""
     kv_across_versions: Literal["recompute", "keep"] = "recompute"
     """At a weight update, running requests keep their tokens; `recompute` rebuilds their KV under the new weights,
     `keep` goes on with the KV that older weights wrote, which no recomputation can reproduce."""

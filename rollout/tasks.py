@@ -26,7 +26,7 @@ class Tasks:
             work: what to do.
             failed: takes whatever ended `work` early: a `ConcordError` as it is, any other error as one that begins
                 with `name`, a cancellation that came from what `work` waited for likewise. It must not raise.
-            name: of the task, for errors and stacks.
+            name: the task's, for errors and stacks.
         """
         self._own(_watched(work, failed, name), work, name)
 

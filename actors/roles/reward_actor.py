@@ -52,7 +52,7 @@ class RayRewardPort:
         self.handle = handle
         self._name = f"reward worker {index}"
         self._place: Place | None = None
-        """Of the present incarnation; None before it is known."""
+        """Where the present incarnation runs; None before it is known."""
         self._lost = False
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:

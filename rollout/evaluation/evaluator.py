@@ -86,7 +86,7 @@ class Evaluator:
     tokenizer: Tokenizer
     settings: EpisodeSettings
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
     _engines: dict[int, tuple[Engine, EngineTag]] = field(
         init=False, default_factory=dict[int, tuple[Engine, EngineTag]]
     )

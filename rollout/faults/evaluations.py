@@ -23,7 +23,7 @@ class OtherTemplate(ChangedTokenizer):
         super().__init__(inner, text=lambda text: text[:1] + text, chat=lambda messages: (empty, *messages))
 
     def chat_template_digest(self) -> str:
-        """Of the changed template."""
+        """The digest of the changed template."""
         return json_digest([self.inner.chat_template_digest(), "changed"])
 
 

@@ -45,7 +45,7 @@ def plant_source(
 
     Args:
         held_out: prompts of the evaluation.
-        digits: of the operands, for `easy_prompts`; None: the prompts are no sums.
+        digits: digits of an operand, for `easy_prompts`; None: the prompts are no sums.
         seed: the run's, for the order.
 
     Raises:

@@ -63,7 +63,7 @@ def draw(logits: Tensor, sampling: RowSampling, uniform: Tensor) -> tuple[Tensor
 
     Args:
         logits: [B, V].
-        sampling: of these B rows.
+        sampling: the parameters of these B rows.
         uniform: [B, 1] float64 in (0, 1).
 
     Returns:

@@ -80,13 +80,13 @@ def cut(
     """A whole sample as chunks, one a policy.
 
     Args:
-        request_id: of the request.
+        request_id: the request's.
         sample_index: place among the request's samples.
         token_ids: [n].
         logprobs: [n] nats.
         starts: (policy, first token sampled under it) in order, at least one; each reaches to the next, the last to n.
         finish: why the sample ended; it goes with the last chunk.
-        routing: of the whole sequence; it goes with the last chunk.
+        routing: the trace of the whole sequence; it goes with the last chunk.
     """
     ends = [start for _, start in starts[1:]] + [token_ids.size]
     last = len(starts) - 1
