@@ -171,14 +171,14 @@ def root_cause(log: Path) -> str:
 def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
     """A failed start as the error to raise: what failed, and what to change."""
     text = f"{root} {error}"
-    cause = root or error
+    why = root or error
     if (
         "max_model_len" in text
         and ("greater than the derived" in text or "larger than" in text)
         and "KV cache" not in text
     ):
         return UserError(
-            f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({cause}); lower it or "
+            f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({why}); lower it or "
             "leave it out"
         )
     if "KV cache" in text or "kv cache" in text or "cache blocks" in text:
@@ -186,13 +186,13 @@ def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
             f"engine.kv_cache_gib = {config.kv_cache_gib} (on GPU: engine.gpu_memory_utilization = "
             f"{config.gpu_memory_utilization})"
         )
-        return UserError(f"the KV cache does not fit: {cause}; change {knobs}, or lower engine.max_model_len")
+        return UserError(f"the KV cache does not fit: {why}; change {knobs}, or lower engine.max_model_len")
     if "out of memory" in text.lower() or "MemoryError" in text or "can't allocate memory" in text:
         return EngineError(
-            f"vLLM ran out of memory while starting: {cause}; lower engine.kv_cache_gib or engine.max_num_seqs, or give "
+            f"vLLM ran out of memory while starting: {why}; lower engine.kv_cache_gib or engine.max_num_seqs, or give "
             "it a larger machine"
         )
-    return EngineError(f"vLLM did not start: {cause}")
+    return EngineError(f"vLLM did not start: {why}")
 
 
 def _log_config(scratch: Path, log: Path) -> Path:
