@@ -1,8 +1,9 @@
 """All actors of a run on a Ray cluster. Implements `actors.ports.Fleet`."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -169,27 +170,19 @@ class RayFleet:
         async with asyncio.TaskGroup() as group:
             for port in self._engines.values():
                 group.create_task(self._stop(port))
-        for handle in [
-            *(p.handle for p in self._workers.values()),
-            *(p.handle for p in self._auditors.values()),
-            *self._rewards,
-            *self.trainer.ranks,
-        ]:
-            kill(handle)
-        for handle in (self._first_evaluator, None if self._evaluator is None else self._evaluator.handle):
-            if handle is not None:
+        for name, handle in [*self._handles().items(), ("evaluation", self._first_evaluator)]:
+            if name != "store" and handle is not None:
                 kill(handle)
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await self.store.close()
-        except (ConcordError, TimeoutError):
-            pass
+        await _in_order(self.store.close())
         kill(self._store_handle)
 
     async def _stop(self, port: RayEnginePort) -> None:
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await call(port.handle.stop.remote(), "engine")
-        except (ConcordError, TimeoutError):
-            pass
-        kill(port.handle)
+        await _in_order(call(port.handle.stop.remote(), port.name))
+        await port.kill()
+
+
+async def _in_order(end: Coroutine[Any, Any, object]) -> None:
+    """Give an actor the time to end by itself; one that fails or takes longer is killed anyway."""
+    with contextlib.suppress(ConcordError, TimeoutError):
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await end

@@ -1,5 +1,5 @@
 """Each change of state, as what it does within one transaction. It knows the tables; `database` makes it durable,
-`sqlite` offers it to callers.
+`store` offers it to callers.
 
     dispatched -> ready -> (audited ->) leased -> leased with a step -> trained
 
