@@ -60,6 +60,14 @@ class RayPort:
     def __init__(self, handle: Any, name: str) -> None:
         self.handle, self.name = handle, name
 
+    async def ready(self) -> None:
+        """The actor answers.
+
+        Raises:
+            ConcordError: what its constructor failed with.
+        """
+        await call(self.handle.place.remote(), self.name)
+
     async def kill(self) -> None:
         kill(self.handle)
 

@@ -91,7 +91,7 @@ class RayFleet:
         options = self._small | {"max_concurrency": MAX_CONCURRENT_CALLS}
         handle: Any = EpisodeActor.options(**options).remote(self._spec, index, self._store_handle, mine)
         self._workers[index] = RayWorkerPort(handle, index)
-        await call(handle.place.remote(), f"episode worker {index}")
+        await self._workers[index].ready()
         return self._workers[index]
 
     async def new_auditor(self, index: int) -> RayAuditor:
@@ -101,7 +101,7 @@ class RayFleet:
             num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0
         ).remote(self._spec, index)
         self._auditors[index] = RayAuditor(handle, self._store_handle, index)
-        await call(handle.place.remote(), f"consistency service {index}")
+        await self._auditors[index].ready()
         return self._auditors[index]
 
     async def new_evaluator(self) -> RayEvaluator:
@@ -111,9 +111,10 @@ class RayFleet:
         """
         handle: Any = self._first_evaluator or EvaluationActor.options(**self._small).remote(self._spec)
         self._first_evaluator = None
-        await call(handle.place.remote(), "the evaluation")
-        self._evaluator = RayEvaluator(handle)
-        return self._evaluator
+        evaluator = RayEvaluator(handle)
+        await evaluator.ready()
+        self._evaluator = evaluator
+        return evaluator
 
     async def processes(self) -> Mapping[str, int]:
         """Process id by actor name, of the driver and the actors on its machine; asked once an incarnation."""

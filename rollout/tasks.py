@@ -85,6 +85,16 @@ async def unless(ended: asyncio.Future[Any], work: Coroutine[Any, Any, T], error
         task.add_done_callback(_left)
 
 
+def settle(future: asyncio.Future[T], answer: T | ConcordError) -> None:
+    """Give an answer, or the reason why there is none, to whoever waits for it, unless they have given up."""
+    if future.done():
+        return
+    if isinstance(answer, ConcordError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
 _leaving: set[asyncio.Task[Any]] = set()
 """Tasks of `unless` that are over, or cancelled and on their way out."""
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rollout.errors import ConcordError, ProcessLostError, RewardError, boundary
 from rollout.rewards.errors import RewardFailure, RewardTimeout, RewardWorkerDied
-from rollout.tasks import Tasks
+from rollout.tasks import Tasks, settle
 from rollout.types.prompts import Prompt
 from rollout.types.trajectory import Reward, Trajectory
 from rollout.types.wire import wired
@@ -65,15 +65,6 @@ class _Waiting:
         """Judge this group in a call of its own from now on."""
         self.alone = True
 
-    def settle(self, judgement: Judgement | ConcordError) -> None:
-        """Answer who waits, unless they have given up."""
-        if self.answer.done():
-            return
-        if isinstance(judgement, ConcordError):
-            self.answer.set_exception(judgement)
-        else:
-            self.answer.set_result(judgement)
-
 
 class RewardPool:
     """Implements `rollout.episodes.episode.Judge`."""
@@ -122,7 +113,7 @@ class RewardPool:
     def _lose(self, error: ConcordError) -> None:
         self._lost = error
         while self._queue:
-            self._queue.popleft().settle(error)
+            settle(self._queue.popleft().answer, error)
 
     async def _serve(self, worker: RewardPort) -> None:
         await self._begin(worker)
@@ -140,7 +131,7 @@ class RewardPool:
                 await worker.replace()
             except ConcordError as error:
                 for waiting in batch:
-                    waiting.settle(error)
+                    settle(waiting.answer, error)
 
     async def _begin(self, worker: RewardPort) -> None:
         """A worker that still judges for a client before us, and hangs, is replaced before it can fail a group of
@@ -171,7 +162,7 @@ class RewardPool:
                 answers = list(zip(batch, judgements, strict=True))
         self._group_s += 0.2 * (max(seconds / len(batch), 1e-5) - self._group_s)
         for waiting, judgement in answers:
-            waiting.settle(judgement)
+            settle(waiting.answer, judgement)
 
     def _give_up(self, batch: list[_Waiting], cause: TimeoutError | ProcessLostError) -> None:
         if len(batch) > 1:
@@ -181,7 +172,7 @@ class RewardPool:
             return
         name = batch[0].job.prompt.prompt_id
         if isinstance(cause, ProcessLostError):
-            batch[0].settle(RewardWorkerDied(f"the reward worker died while it judged prompt {name}: {cause}"))
+            settle(batch[0].answer, RewardWorkerDied(f"the reward worker died while it judged prompt {name}: {cause}"))
             return
         took = f"the reward of prompt {name} took longer than reward_workers.deadline_s = {self._deadline_s:g}"
-        batch[0].settle(RewardTimeout(f"{took}; its worker is replaced"))
+        settle(batch[0].answer, RewardTimeout(f"{took}; its worker is replaced"))
