@@ -24,7 +24,7 @@ from rollout.errors import ConcordError, ProcessLostError
 
 STOP_DEADLINE_S = 5.0
 REMOTE_STACKS_S = 20.0
-"""For the stacks of another machine, on which a process has to start for it."""
+"""How long the stacks of another machine may take; a process has to start there first."""
 _DUMP_STACKS: Any = ray.remote(dump_stacks_here)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ANSWER_S = 3.0
-"""For all processes of a machine to write their stacks."""
+"""How long all processes of a machine may take to write their stacks."""
 POLL_S = 0.1
 
 

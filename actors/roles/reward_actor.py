@@ -20,7 +20,7 @@ from rollout.rewards.pool import Judgement, RewardJob
 from rollout.rewards.registry import build_reward
 
 RETRY_S = 0.05
-"""Between two questions to an actor that is being started anew."""
+"""Wait between two questions to an actor that is being restarted."""
 
 
 @ray.remote

@@ -32,7 +32,7 @@ class WorkerSettings:
 
     episode: EpisodeSettings
     deadline_s: float
-    """For one group."""
+    """Deadline for one group."""
     max_attempts: int
     """A prompt whose dispatch fails comes again up to this many attempts."""
 

@@ -93,7 +93,7 @@ class SlowReplicaFault(ReplicaFaultSection):
 
     type: Literal["slow_replica"] = "slow_replica"
     delay_s: Annotated[float, Field(gt=0)] = 0.5
-    """For so long."""
+    """Seconds that it waits."""
 
 
 class SilentTopPFault(FaultSection):

@@ -39,7 +39,7 @@ class ChangedTemplateEvaluator:
         self._changed.connect(slot, engine, tag)
 
     async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        """By the one whose time it is."""
+        """Evaluate with the planted fault from its version on, without it before."""
         chosen = self._changed if policy.version >= self._fault.start_version else self._before
         return await chosen.evaluate(slot, policy, label)
 

@@ -27,7 +27,7 @@ class OverlappingSource:
         return self._inner.size
 
     def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
-        """As the inner source, but for those that are replaced; which are depends on their ids alone."""
+        """Draw from the inner source and replace some prompts; which ones depends on their ids alone."""
         prompts, behind = self._inner.draw(cursor, count)
         return [self._replaced(prompt) for prompt in prompts], behind
 

@@ -26,7 +26,7 @@ class ScriptedSample:
     request: "ScriptedRequest"
     index: int
     bits: int
-    """Its draws."""
+    """Random bits that decide its length, latency and tokens."""
     first: int
     """Tokens that it had before this request (`resume_from`)."""
     length: int

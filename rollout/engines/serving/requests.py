@@ -15,7 +15,7 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def refuse_running(request: GenerationRequest, running: Container[str], replica: int) -> None:
-    """Hold the id of a request against those that run.
+    """Refuse a request whose id is already running.
 
     Raises:
         EngineError: it runs already.
@@ -40,7 +40,7 @@ def tokens_left(request: GenerationRequest, produced: int, context_tokens: int |
     """Tokens that a sample may add to the `produced` ones, within `max_new_tokens` and the context (None: no limit).
 
     Raises:
-        UserError: none.
+        UserError: there is no room for one.
     """
     left = request.sampling.max_new_tokens - produced
     if context_tokens is not None:

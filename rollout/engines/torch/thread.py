@@ -22,7 +22,7 @@ class Command(Generic[T]):
         self.act, self.future = act, Future[T]()
 
     def run(self, core: DecodeCore) -> None:
-        """Do it."""
+        """Run it and pass on its result, or its error."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -35,7 +35,7 @@ class Command(Generic[T]):
             self.future.set_exception(error)
 
     def fail(self, error: ConcordError) -> None:
-        """It cannot be done."""
+        """Pass on the reason why it is not run."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 

@@ -59,7 +59,7 @@ class Rendezvous:
 
     @classmethod
     def parse(cls, location: str) -> Self:
-        """From a manifest's location.
+        """Read a manifest's location.
 
         Raises:
             UserError: it is neither form.

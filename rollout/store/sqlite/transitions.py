@@ -24,7 +24,7 @@ from rollout.types.weights import PolicyVersion
 VERDICT = "verdict"
 """The kind of annotation that moves a ready group to audited."""
 _WAITING = (DispatchState.READY, DispatchState.AUDITED)
-"""Can be leased."""
+"""States in which a group can be leased."""
 
 
 def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> None:
