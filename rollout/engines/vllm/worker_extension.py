@@ -73,7 +73,7 @@ class ConcordWorkerExtension:
             first_rank: rank of this replica's first worker among the receivers of all replicas, from 0.
         """
         rendezvous = Rendezvous.parse(location)
-        receiver = self._receiver(rendezvous, first_rank)
+        receiver = self._receiver_for(rendezvous, first_rank)
         entries: list[TensorEntry] = []
         loaded: set[str] = set()
 
@@ -86,7 +86,7 @@ class ConcordWorkerExtension:
         self._settle(loaded)
         return manifest_digest(entries)
 
-    def _receiver(self, rendezvous: Rendezvous, first_rank: int) -> "WeightTransferEngine[Any, Any]":
+    def _receiver_for(self, rendezvous: Rendezvous, first_rank: int) -> "WeightTransferEngine[Any, Any]":
         """The receiver for `rendezvous`; opened anew only when the rendezvous changes."""
         kept = self.concord_receiver
         if kept is not None and (rendezvous.transport is Transport.IPC or kept[0] == rendezvous):
