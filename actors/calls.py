@@ -1,4 +1,4 @@
-"""Calls to actors: foreign errors become Concord's, once, here."""
+"""Calls to actors, and the base of their ports: foreign errors become Concord's, once, here."""
 
 from typing import Any, TypeVar
 
@@ -52,6 +52,24 @@ def creation_error(text: str, whom: str) -> ConcordError:
 
 def _error_types(error: type[ConcordError]) -> list[type[ConcordError]]:
     return [error, *(deeper for kind in error.__subclasses__() for deeper in _error_types(kind))]
+
+
+class RayPort:
+    """The driver's end of one incarnation of an actor; a subclass adds its calls."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.handle, self.name = handle, name
+
+    async def ready(self) -> None:
+        """The actor answers.
+
+        Raises:
+            ConcordError: what its constructor failed with.
+        """
+        await call(self.handle.place.remote(), self.name)
+
+    async def kill(self) -> None:
+        kill(self.handle)
 
 
 def kill(handle: Any, no_restart: bool = True) -> None:

@@ -17,7 +17,7 @@ START_TRIES = 3
 """Ray gives its node 30 s to come up, a time that no setting lengthens; on a busy machine that is too short now and
 then."""
 GCS_WAIT_S = 120
-"""For Ray's control service to listen; Ray itself would wait 30 s."""
+"""How long Ray's control service may take until it listens; Ray itself would wait 30 s."""
 DIRECT_BYTES = 2**20
 """Arguments and answers up to this size travel with their call; larger ones go through shared memory, which costs more
 a call. (Ray's own cluster also runs its workers at niceness 15, behind everything else on the machine; ours run like

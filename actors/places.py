@@ -19,5 +19,5 @@ class Place:
 
 
 def here() -> Place:
-    """Of the process that asks, which has joined a cluster."""
+    """Where the calling process runs; it has joined a cluster."""
     return Place(pid=os.getpid(), node=ray.get_runtime_context().get_node_id())

@@ -1,8 +1,9 @@
 """All actors of a run on a Ray cluster. Implements `actors.ports.Fleet`."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -23,7 +24,7 @@ from rollout.errors import ConcordError, ProcessLostError
 
 STOP_DEADLINE_S = 5.0
 REMOTE_STACKS_S = 20.0
-"""For the stacks of another machine, on which a process has to start for it."""
+"""How long the stacks of another machine may take; a process has to start there first."""
 _DUMP_STACKS: Any = ray.remote(dump_stacks_here)
 
 
@@ -90,7 +91,7 @@ class RayFleet:
         options = self._small | {"max_concurrency": MAX_CONCURRENT_CALLS}
         handle: Any = EpisodeActor.options(**options).remote(self._spec, index, self._store_handle, mine)
         self._workers[index] = RayWorkerPort(handle, index)
-        await call(handle.place.remote(), f"episode worker {index}")
+        await self._workers[index].ready()
         return self._workers[index]
 
     async def new_auditor(self, index: int) -> RayAuditor:
@@ -100,7 +101,7 @@ class RayFleet:
             num_cpus=config.num_cpus, num_gpus=config.num_gpus, max_restarts=0
         ).remote(self._spec, index)
         self._auditors[index] = RayAuditor(handle, self._store_handle, index)
-        await call(handle.place.remote(), f"consistency service {index}")
+        await self._auditors[index].ready()
         return self._auditors[index]
 
     async def new_evaluator(self) -> RayEvaluator:
@@ -110,9 +111,10 @@ class RayFleet:
         """
         handle: Any = self._first_evaluator or EvaluationActor.options(**self._small).remote(self._spec)
         self._first_evaluator = None
-        await call(handle.place.remote(), "the evaluation")
-        self._evaluator = RayEvaluator(handle)
-        return self._evaluator
+        evaluator = RayEvaluator(handle)
+        await evaluator.ready()
+        self._evaluator = evaluator
+        return evaluator
 
     async def processes(self) -> Mapping[str, int]:
         """Process id by actor name, of the driver and the actors on its machine; asked once an incarnation."""
@@ -169,27 +171,19 @@ class RayFleet:
         async with asyncio.TaskGroup() as group:
             for port in self._engines.values():
                 group.create_task(self._stop(port))
-        for handle in [
-            *(p.handle for p in self._workers.values()),
-            *(p.handle for p in self._auditors.values()),
-            *self._rewards,
-            *self.trainer.ranks,
-        ]:
-            kill(handle)
-        for handle in (self._first_evaluator, None if self._evaluator is None else self._evaluator.handle):
-            if handle is not None:
+        for name, handle in [*self._handles().items(), ("evaluation", self._first_evaluator)]:
+            if name != "store" and handle is not None:
                 kill(handle)
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await self.store.close()
-        except (ConcordError, TimeoutError):
-            pass
+        await _in_order(self.store.close())
         kill(self._store_handle)
 
     async def _stop(self, port: RayEnginePort) -> None:
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await call(port.handle.stop.remote(), "engine")
-        except (ConcordError, TimeoutError):
-            pass
-        kill(port.handle)
+        await _in_order(call(port.handle.stop.remote(), port.name))
+        await port.kill()
+
+
+async def _in_order(end: Coroutine[Any, Any, object]) -> None:
+    """Give an actor the time to end by itself; one that fails or takes longer is killed anyway."""
+    with contextlib.suppress(ConcordError, TimeoutError):
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await end

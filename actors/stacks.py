@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ANSWER_S = 3.0
-"""For all processes of a machine to write their stacks."""
+"""How long all processes of a machine may take to write their stacks."""
 POLL_S = 0.1
 
 
@@ -23,7 +23,7 @@ def dump_stacks_here(pids: Mapping[str, int], run_dir: Path) -> dict[str, str]:
 
     Args:
         pids: process id by name, of processes that have passed `actors.process.enter_process` on this machine.
-        run_dir: of their run.
+        run_dir: the directory of their run.
     """
     files = {name: stacks_file(run_dir, name) for name in pids}
     before = {name: _size(file) for name, file in files.items()}

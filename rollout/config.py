@@ -89,7 +89,7 @@ class RewardWorkersConfig(Section):
     workers: PositiveInt = 1
     """Reward workers in all; each judges one group at a time."""
     deadline_s: PositiveFloat = 10.0
-    """For one group; a reward that takes longer is `failed(reward_timeout)` and its worker is replaced."""
+    """Deadline for one group; a reward that takes longer is `failed(reward_timeout)` and its worker is replaced."""
 
 
 RewardConfig = Annotated[ExactMatchConfig | MathVerifyConfig | PythonRewardConfig, Field(discriminator="type")]
@@ -107,7 +107,7 @@ class EvaluationConfig(Section):
     path: Path | None = None
     """With environment.type = "jsonl": the file of held-out prompts, with the columns of the environment's."""
     samples: PositiveInt = 1
-    """Samples a prompt."""
+    """Samples for each prompt."""
     max_new_tokens: PositiveInt | None = None
     """Most tokens of one turn; None takes sampling.max_new_tokens."""
     temperature: PositiveFloat = 1.0
@@ -120,7 +120,7 @@ class EvaluationConfig(Section):
     """Largest share of held-out prompts that may also be training prompts (exactly, or by a run of 13 words); above it
     the run does not start."""
     deadline_s: PositiveFloat = 300.0
-    """For one evaluation; past it there is no score, and an event says so."""
+    """Deadline for one evaluation; past it there is no score, and an event says so."""
 
 
 class SamplingConfig(Section):
@@ -148,7 +148,7 @@ class EngineSection(Section):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     """Ray GPUs a replica; 0 runs it on CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and KV cache."""
+    """Number format of weights and KV cache."""
     kv_across_versions: Literal["recompute", "keep"] = "recompute"
     """At a weight update, running requests keep their tokens; `recompute` rebuilds their KV under the new weights,
     `keep` goes on with the KV that older weights wrote, which no recomputation can reproduce."""
@@ -248,7 +248,7 @@ class EpisodesConfig(Section):
     workers: PositiveInt = 1
     """Episode workers, an actor each; all of them share the engine replicas."""
     deadline_s: PositiveFloat = 300.0
-    """For one group, its rewards included; past it the dispatch is `failed(deadline)`."""
+    """Deadline for one group, its rewards included; past it the dispatch is `failed(deadline)`."""
     max_attempts: PositiveInt = 3
     """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do
     not count."""

@@ -26,7 +26,7 @@ class Tasks:
             work: what to do.
             failed: takes whatever ended `work` early: a `ConcordError` as it is, any other error as one that begins
                 with `name`, a cancellation that came from what `work` waited for likewise. It must not raise.
-            name: of the task, for errors and stacks.
+            name: the task's, for errors and stacks.
         """
         self._own(_watched(work, failed, name), work, name)
 
@@ -83,6 +83,16 @@ async def unless(ended: asyncio.Future[Any], work: Coroutine[Any, Any, T], error
         task.cancel()
         _leaving.add(task)
         task.add_done_callback(_left)
+
+
+def settle(future: asyncio.Future[T], answer: T | ConcordError) -> None:
+    """Give an answer, or the reason why there is none, to whoever waits for it, unless they have given up."""
+    if future.done():
+        return
+    if isinstance(answer, ConcordError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 _leaving: set[asyncio.Task[Any]] = set()

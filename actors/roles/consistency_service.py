@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from actors.calls import call, kill
+from actors.calls import RayPort, call
 from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
@@ -43,20 +43,16 @@ class ConsistencyActor:
         return self._auditor.audit(groups, context, kind)
 
 
-class RayAuditor:
+class RayAuditor(RayPort):
     """Implements `actors.ports.AuditorPort` for one incarnation."""
 
     def __init__(self, handle: Any, store: Any, index: int) -> None:
-        self.handle = handle
+        super().__init__(handle, f"consistency service {index}")
         self._store = store
-        self._name = f"consistency service {index}"
 
     async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
         groups = self._store.call.remote("fetch", dispatch_ids)
         report, annotations = self.handle.audit.options(num_returns=2).remote(groups, context, kind)
-        answer: AuditReport = await call(report, self._name)
+        answer: AuditReport = await call(report, self.name)
         await call(self._store.call.remote("annotate", annotations), "the store")
         return answer
-
-    async def kill(self) -> None:
-        kill(self.handle)

@@ -10,9 +10,9 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from actors.calls import call, kill
+from actors.calls import RayPort, call
 from actors.places import Place, here
-from actors.ports import Started, Updated
+from actors.ports import EnginePort, Started, Updated
 from actors.process import enter_process
 from actors.roles.engine_metrics import serve_engine_metrics
 from actors.spec import FleetSpec
@@ -117,27 +117,34 @@ class EngineActor:
         await self._engine.stop()
 
 
-class RayEnginePort:
+class RayEnginePort(RayPort):
     """Implements `actors.ports.EnginePort` for one incarnation."""
 
     def __init__(self, handle: Any, slot: int) -> None:
-        self.handle = handle
-        self._name = f"engine replica {slot}"
+        super().__init__(handle, f"engine replica {slot}")
 
     async def start(self, manifest: WeightManifest) -> Started:
-        return await call(self.handle.start.remote(manifest), self._name)
+        return await call(self.handle.start.remote(manifest), self.name)
 
     async def update(self, manifest: WeightManifest, mode: PauseMode) -> Updated:
-        return await call(self.handle.update.remote(manifest, mode), self._name)
+        return await call(self.handle.update.remote(manifest, mode), self.name)
 
     async def healthy(self) -> bool:
-        return await call(self.handle.healthy.remote(), self._name)
+        return await call(self.handle.healthy.remote(), self.name)
 
     async def load(self) -> EngineLoad:
-        return await call(self.handle.load.remote(), self._name)
+        return await call(self.handle.load.remote(), self.name)
 
-    async def kill(self) -> None:
-        kill(self.handle)
+
+class RayEngineUser(RayPort):
+    """The driver's end of an actor that asks engine replicas."""
+
+    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
+        if not isinstance(engine, RayEnginePort):
+            raise ConcordError(
+                f"{self.name} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster"
+            )
+        await call(self.handle.connect.remote(slot, engine.handle, tag), self.name)
 
 
 class RemoteEngine:

@@ -28,7 +28,7 @@ def serve_engine_metrics(engine: EngineConfig, host: str) -> str:
 
 
 def _own_address() -> str:
-    """Of this node, as the others reach it."""
+    """The address by which other nodes reach this one."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())

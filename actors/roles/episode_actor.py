@@ -5,18 +5,16 @@ from typing import Any
 
 import ray
 
-from actors.calls import call, kill
+from actors.calls import call
 from actors.places import Place, here
-from actors.ports import EnginePort
 from actors.process import enter_process
-from actors.roles.engine_actor import RayEnginePort, RemoteEngine
+from actors.roles.engine_actor import RayEngineUser, RemoteEngine
 from actors.roles.reward_actor import RayRewardPort
 from actors.roles.store_actor import RemoteStore
 from actors.spec import FleetSpec
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import EpisodeSettings
 from rollout.episodes.worker import EpisodeWorker, Outcome, WorkerSettings
-from rollout.errors import ConcordError
 from rollout.faults.prompts import PlantedPrompts
 from rollout.rewards.pool import RewardPool
 from rollout.rewards.registry import build_reward, needs_text
@@ -71,25 +69,14 @@ class EpisodeActor:
         return await self._worker.collect()
 
 
-class RayWorkerPort:
+class RayWorkerPort(RayEngineUser):
     """Implements `actors.ports.WorkerPort` for one incarnation."""
 
     def __init__(self, handle: Any, index: int) -> None:
-        self.handle = handle
-        self._name = f"episode worker {index}"
-
-    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
-        if not isinstance(engine, RayEnginePort):
-            raise ConcordError(
-                f"{self._name} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster"
-            )
-        await call(self.handle.connect.remote(slot, engine.handle, tag), self._name)
+        super().__init__(handle, f"episode worker {index}")
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:
-        await call(self.handle.submit.remote(dispatches), self._name)
+        await call(self.handle.submit.remote(dispatches), self.name)
 
     async def collect(self) -> tuple[Outcome, ...]:
-        return await call(self.handle.collect.remote(), self._name)
-
-    async def kill(self) -> None:
-        kill(self.handle)
+        return await call(self.handle.collect.remote(), self.name)

@@ -5,20 +5,16 @@ from typing import Any
 
 import ray
 
-from actors.calls import call, kill
+from actors.calls import call
 from actors.places import Place, here
-from actors.ports import EnginePort
 from actors.process import enter_process
-from actors.roles.engine_actor import RayEnginePort, RemoteEngine
+from actors.roles.engine_actor import RayEngineUser, RemoteEngine
 from actors.spec import FleetSpec
-from rollout.errors import ConcordError
 from rollout.evaluation.evaluator import EvaluationReport, build_evaluator
 from rollout.faults.evaluations import plant_evaluator
 from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.types.trajectory import EngineTag
 from rollout.types.weights import PolicyVersion
-
-NAME = "the evaluation"
 
 
 @ray.remote
@@ -50,21 +46,11 @@ class EvaluationActor:
         return await self._evaluator.evaluate(slot, policy, label)
 
 
-class RayEvaluator:
+class RayEvaluator(RayEngineUser):
     """Implements `actors.ports.EvaluatorPort` for one incarnation."""
 
     def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    async def connect(self, slot: int, engine: EnginePort, tag: EngineTag) -> None:
-        if not isinstance(engine, RayEnginePort):
-            raise ConcordError(
-                f"{NAME} got an engine port of type {type(engine).__name__}; expected one of this Ray cluster"
-            )
-        await call(self.handle.connect.remote(slot, engine.handle, tag), NAME)
+        super().__init__(handle, "the evaluation")
 
     async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        return await call(self.handle.evaluate.remote(slot, policy, label), NAME)
-
-    async def kill(self) -> None:
-        kill(self.handle)
+        return await call(self.handle.evaluate.remote(slot, policy, label), self.name)

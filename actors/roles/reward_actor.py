@@ -20,7 +20,7 @@ from rollout.rewards.pool import Judgement, RewardJob
 from rollout.rewards.registry import build_reward
 
 RETRY_S = 0.05
-"""Between two questions to an actor that is being started anew."""
+"""Wait between two questions to an actor that is being restarted."""
 
 
 @ray.remote
@@ -52,7 +52,7 @@ class RayRewardPort:
         self.handle = handle
         self._name = f"reward worker {index}"
         self._place: Place | None = None
-        """Of the present incarnation; None before it is known."""
+        """Where the present incarnation runs; None before it is known."""
         self._lost = False
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[Sequence[Judgement], float]:

@@ -15,7 +15,7 @@ def parse_row(row: Mapping[str, object], number: int, place: str, config: JsonlC
 
     Args:
         row: column -> value; a null counts as absent.
-        number: of the row, from 0: its id where it names none.
+        number: the row's, from 0: its id where it names none.
         place: file and line, for messages.
         require_answer: the reward compares with the answer, so that a row without one is an error.
 

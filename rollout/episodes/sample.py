@@ -5,6 +5,7 @@ A token's version is its chunk's: no clock and no dispatch has a say in it. Give
 nothing is tokenized again.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,9 +31,9 @@ class GrowingSample:
         self.turns = 0
         """Turns that have ended."""
         self.finish_reason: FinishReason | None = None
-        """Of the newest turn, None while it runs."""
+        """The finish reason of the newest turn, None while it runs."""
         self.ended_at_s = 0.0
-        """Monotonic time of the newest turn's end."""
+        """When the newest turn ended, by `time.perf_counter`."""
         self._ids = [prompt_ids]
         self._sampled: list[tuple[int, NDArray[np.float32]]] = []
         self._spans: list[tuple[PolicyVersion, int, int]] = []
@@ -63,6 +64,7 @@ class GrowingSample:
         self.finish_reason = chunk.finish_reason
         self._check_turn(chunk, request)
         self.turns += 1
+        self.ended_at_s = time.perf_counter()
         return True
 
     def give(self, token_ids: NDArray[np.int32]) -> None:

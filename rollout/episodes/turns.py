@@ -60,14 +60,8 @@ class Episode:
         Raises:
             EpisodeFailure: the environments do not show one usable prompt, or it leaves no room in the context.
         """
-        self._dispatch, self._engine, self._envs, self._tag, self._eos_ids, self._settings = (
-            dispatch,
-            engine,
-            envs,
-            tag,
-            eos_ids,
-            settings,
-        )
+        self._dispatch, self._engine, self._envs = dispatch, engine, envs
+        self._tag, self._eos_ids, self._settings = tag, eos_ids, settings
         self._started_at_s, self._started_s = time.time(), time.perf_counter()
         prompt_ids = self._shared_prompt()
         self._samples = [GrowingSample(prompt_ids) for _ in envs]
@@ -143,18 +137,14 @@ class Episode:
             if room >= settings.sampling.max_new_tokens
             else replace(settings.sampling, max_new_tokens=room)
         )
-        seeds = (
-            ()
-            if settings.seed is None
-            else tuple(
-                sampling_key(settings.seed, prompt.pass_index, prompt.prompt_id, index, turn) for index in indices
-            )
-        )
-        ids, count = sample.token_ids(), len(indices)
+        seeds: tuple[int, ...] = ()
+        if settings.seed is not None:
+            task = (settings.seed, prompt.pass_index, prompt.prompt_id)
+            seeds = tuple(sampling_key(*task, index, turn) for index in indices)
         return GenerationRequest(
             request_id=request_id,
-            prompt_ids=ids,
-            num_samples=count,
+            prompt_ids=sample.token_ids(),
+            num_samples=len(indices),
             sampling=sampling,
             eos_ids=self._eos_ids,
             seeds=seeds,
@@ -181,10 +171,8 @@ class Episode:
                             f"{len(samples) - 1} of its own"
                         )
                     sample = samples[chunk.sample_index]
-                    if sample.add(chunk, request, turn):
-                        sample.ended_at_s = time.perf_counter()
-                        if later_turns is not None:
-                            later_turns.create_task(self._go_on(chunk.sample_index))
+                    if sample.add(chunk, request, turn) and later_turns is not None:
+                        later_turns.create_task(self._go_on(chunk.sample_index))
             except (BadAnswer, asyncio.CancelledError):
                 await self._abort(request.request_id)
                 raise

@@ -28,11 +28,11 @@ Outcome: TypeAlias = GroupHeader | Ending
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What an episode worker is told once."""
+    """What an episode worker is given once, when it is built."""
 
     episode: EpisodeSettings
     deadline_s: float
-    """For one group."""
+    """Deadline for one group."""
     max_attempts: int
     """A prompt whose dispatch fails comes again up to this many attempts."""
 
@@ -91,7 +91,7 @@ class EpisodeWorker:
         return outcomes
 
     async def close(self) -> None:
-        """Cancel what runs; engines are told to abort."""
+        """Cancel the episodes that run, and abort their requests at the engines."""
         await self._tasks.close()
 
     async def _run(self, dispatch: Dispatch) -> None:

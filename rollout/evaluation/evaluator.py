@@ -40,7 +40,7 @@ class EvaluationReport:
     stderr: float | None
     """Standard error of `score` over prompts; None with fewer than two."""
     prompts: int
-    """Finished."""
+    """Prompts that were finished."""
     failed: int
     """Prompts without a score; the others' mean is then over a selection."""
     failure: str
@@ -86,7 +86,7 @@ class Evaluator:
     tokenizer: Tokenizer
     settings: EpisodeSettings
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
     _engines: dict[int, tuple[Engine, EngineTag]] = field(
         init=False, default_factory=dict[int, tuple[Engine, EngineTag]]
     )
@@ -133,7 +133,7 @@ class Evaluator:
         async def judge(
             prompt: Prompt, trajectories: Sequence[Trajectory], completions: Sequence[str]
         ) -> Sequence[Reward]:
-            """In this process: the pool of reward workers belongs to training."""
+            """Judge in this process: the pool of reward workers belongs to training."""
             return judge_group(self.function, prompt, completions, trajectories)
 
         try:

@@ -61,7 +61,7 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
 
 
 def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
-    """Of faults outside engines."""
+    """Why a fault outside engines would do nothing."""
     if isinstance(fault, GradientFault) and around.scripted_trainer:
         yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
     if isinstance(fault, RatioSpikeFault) and around.ratio_unused:

@@ -93,7 +93,7 @@ class SlowReplicaFault(ReplicaFaultSection):
 
     type: Literal["slow_replica"] = "slow_replica"
     delay_s: Annotated[float, Field(gt=0)] = 0.5
-    """For so long."""
+    """Seconds that it waits."""
 
 
 class SilentTopPFault(FaultSection):
@@ -186,7 +186,7 @@ class FaultsConfig(Section):
 
     plant: tuple[FaultConfig, ...] = ()
     seed: int = 0
-    """Of the draws by `rate`, of noise, and of the tokens whose gradient is hit."""
+    """Seed for the draws by `rate`, for noise, and for the choice of the tokens whose gradient is hit."""
 
     @property
     def in_gradients(self) -> tuple[GradientFault, ...]:

@@ -23,7 +23,7 @@ class OtherTemplate(ChangedTokenizer):
         super().__init__(inner, text=lambda text: text[:1] + text, chat=lambda messages: (empty, *messages))
 
     def chat_template_digest(self) -> str:
-        """Of the changed template."""
+        """The digest of the changed template."""
         return json_digest([self.inner.chat_template_digest(), "changed"])
 
 
@@ -39,7 +39,7 @@ class ChangedTemplateEvaluator:
         self._changed.connect(slot, engine, tag)
 
     async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        """By the one whose time it is."""
+        """Evaluate with the planted fault from its version on, without it before."""
         chosen = self._changed if policy.version >= self._fault.start_version else self._before
         return await chosen.evaluate(slot, policy, label)
 

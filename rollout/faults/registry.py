@@ -82,7 +82,7 @@ def plant_engine(
 
     Args:
         engine: not yet started.
-        faults: of the run.
+        faults: the run's.
         replica: slot of the engine.
         scratch: where doctored weights may lie; on the file system of the published ones, most of them are hard links.
             Each replica has folders of its own there; `stop` removes them, and so does the next start.

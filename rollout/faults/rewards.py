@@ -49,7 +49,7 @@ class PlantedReward:
 
 
 def end_process() -> None:
-    """As a crash would: nothing is cleaned up."""
+    """End the process as a crash would: nothing is cleaned up."""
     os._exit(1)
 
 

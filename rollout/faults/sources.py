@@ -27,7 +27,7 @@ class OverlappingSource:
         return self._inner.size
 
     def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
-        """As the inner source, but for those that are replaced; which are depends on their ids alone."""
+        """Draw from the inner source and replace some prompts; which ones depends on their ids alone."""
         prompts, behind = self._inner.draw(cursor, count)
         return [self._replaced(prompt) for prompt in prompts], behind
 
@@ -45,7 +45,7 @@ def plant_source(
 
     Args:
         held_out: prompts of the evaluation.
-        digits: of the operands, for `easy_prompts`; None: the prompts are no sums.
+        digits: digits of an operand, for `easy_prompts`; None: the prompts are no sums.
         seed: the run's, for the order.
 
     Raises:

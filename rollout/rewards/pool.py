@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rollout.errors import ConcordError, ProcessLostError, RewardError, boundary
 from rollout.rewards.errors import RewardFailure, RewardTimeout, RewardWorkerDied
-from rollout.tasks import Tasks
+from rollout.tasks import Tasks, settle
 from rollout.types.prompts import Prompt
 from rollout.types.trajectory import Reward, Trajectory
 from rollout.types.wire import wired
@@ -59,6 +59,11 @@ class _Waiting:
     job: RewardJob
     answer: asyncio.Future[Sequence[Reward]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     alone: bool = False
+    """Whether it must be a call of its own: one that it was part of failed as a whole."""
+
+    def isolate(self) -> None:
+        """Judge this group in a call of its own from now on."""
+        self.alone = True
 
 
 class RewardPool:
@@ -108,7 +113,7 @@ class RewardPool:
     def _lose(self, error: ConcordError) -> None:
         self._lost = error
         while self._queue:
-            _settle(self._queue.popleft(), error)
+            settle(self._queue.popleft().answer, error)
 
     async def _serve(self, worker: RewardPort) -> None:
         await self._begin(worker)
@@ -126,7 +131,7 @@ class RewardPool:
                 await worker.replace()
             except ConcordError as error:
                 for waiting in batch:
-                    _settle(waiting, error)
+                    settle(waiting.answer, error)
 
     async def _begin(self, worker: RewardPort) -> None:
         """A worker that still judges for a client before us, and hangs, is replaced before it can fail a group of
@@ -157,26 +162,17 @@ class RewardPool:
                 answers = list(zip(batch, judgements, strict=True))
         self._group_s += 0.2 * (max(seconds / len(batch), 1e-5) - self._group_s)
         for waiting, judgement in answers:
-            _settle(waiting, judgement)
+            settle(waiting.answer, judgement)
 
     def _give_up(self, batch: list[_Waiting], cause: TimeoutError | ProcessLostError) -> None:
         if len(batch) > 1:
             for waiting in batch:
-                waiting.alone = True
+                waiting.isolate()
             self._queue.extendleft(reversed(batch))
             return
         name = batch[0].job.prompt.prompt_id
         if isinstance(cause, ProcessLostError):
-            _settle(batch[0], RewardWorkerDied(f"the reward worker died while it judged prompt {name}: {cause}"))
+            settle(batch[0].answer, RewardWorkerDied(f"the reward worker died while it judged prompt {name}: {cause}"))
             return
         took = f"the reward of prompt {name} took longer than reward_workers.deadline_s = {self._deadline_s:g}"
-        _settle(batch[0], RewardTimeout(f"{took}; its worker is replaced"))
-
-
-def _settle(waiting: _Waiting, judgement: Judgement | ConcordError) -> None:
-    if waiting.answer.done():
-        return
-    if isinstance(judgement, ConcordError):
-        waiting.answer.set_exception(judgement)
-    else:
-        waiting.answer.set_result(judgement)
+        settle(batch[0].answer, RewardTimeout(f"{took}; its worker is replaced"))

@@ -2,6 +2,6 @@
 events for people.
 
 It knows dispatches, groups in their encoded form, commit records and policy versions; it never knows what a token
-means, how a group was trained, or who calls. `sqlite` is the store of a run, `reader` looks at one that is running or
-finished.
+means, how a group was trained, or who calls. `sqlite.store` is the store of a run, `sqlite.reader` looks at one that
+is running or finished.
 """

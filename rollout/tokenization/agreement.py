@@ -40,12 +40,12 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "empty": "",
     }
 )
-"""Name -> text."""
+"""Name of a probe -> its text."""
 OWN_SPECIAL_TOKENS = "own_special_tokens"
 """Name of the probe whose text a tokenizer makes itself: its begin and end tokens, written out between letters."""
 REFUSED = "refused"
-"""In place of a digest: the tokenizer cannot encode the text at all (a vocabulary of characters without an unknown
-token)."""
+"""Stands in place of a digest where the tokenizer cannot encode the text at all (a vocabulary of characters without an
+unknown token)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
 
 
 def differences(expected: TokenizerIdentity, got: TokenizerIdentity) -> tuple[str, ...]:
-    """In what the two differ: names of fields, then `probe NAME`; empty where they agree. What only one side has
+    """What the two differ in: names of fields, then `probe NAME`; empty where they agree. What only one side has
     counts."""
     fields = _unlike(expected.fingerprint_fields, got.fingerprint_fields)
     return (*fields, *(f"probe {name}" for name in _unlike(expected.probes, got.probes)))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from rollout.errors import ConcordError
-from rollout.tasks import Tasks
+from rollout.tasks import Tasks, settle
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -107,13 +107,8 @@ class Outbox(Generic[Job, Result]):
         try:
             while self._waiting:
                 for number, answer in await self._collect():
-                    future = self._waiting.get(number)
-                    if future is None or future.done():
-                        continue
-                    if isinstance(answer, ConcordError):
-                        future.set_exception(answer)
-                    else:
-                        future.set_result(answer)
+                    if number in self._waiting:
+                        settle(self._waiting[number], answer)
                 await asyncio.sleep(0)  # let the askers leave, so that nobody is waited for in vain
         finally:
             self._collecting = False
@@ -121,5 +116,4 @@ class Outbox(Generic[Job, Result]):
     def _fail(self, error: ConcordError) -> None:
         self._unsent = []
         for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
+            settle(future, error)

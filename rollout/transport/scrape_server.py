@@ -19,9 +19,9 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from rollout.errors import ConcordError, boundary
 
 IDLE_S = 5.0
-"""For the next bytes of a request, and for an answer to be taken."""
+"""How long the next bytes of a request, or the taking of an answer, may need."""
 CLOSING_S = 0.1
-"""Between two looks whether to go on listening."""
+"""Interval at which the server looks whether it has been closed."""
 MAX_CONNECTIONS = 8
 """Served at a time; Prometheus needs one."""
 PATHS = ("/metrics", "/")
@@ -73,7 +73,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of the host's full name, which may take long."""
+        """Bind without the look-up of the host's full name, which may take long."""
         TCPServer.server_bind(self)
         self.server_port = int(self.server_address[1])
 
@@ -143,4 +143,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal belongs to the run."""
+        """Log nothing: the terminal belongs to the run."""

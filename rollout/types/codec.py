@@ -251,6 +251,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
     tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
     names = (header["dispatch_id"], header["prompt_id"], header["environment"])
     first = 0
+    tag: int
     for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
         here, first = slice(first, first + size), first + size
         routing: RoutingTrace | None = None
@@ -258,8 +259,7 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
             routing, routing_from = _routing(buffer, routing_from, size - 1, shape)
         arrays = (ids[here], sampled[here], logprobs[here])
         timings = Timings(started_at_s=started_at_s, generation_s=generation_s)
-        own: EngineTag = tags[tag]
-        ending = (own, _FINISH_REASONS[finish], timings, routing)
+        ending = (tags[tag], _FINISH_REASONS[finish], timings, routing)
         yield rebuilt(Trajectory, _TRAJECTORY_FIELDS, (identity, *names, *arrays, _spans(spans), turns, *ending))
 
 

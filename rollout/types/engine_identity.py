@@ -1,4 +1,4 @@
-"""What an engine replica is told about itself, besides its config section. It knows no engine and no model."""
+"""What an engine replica knows of itself besides its config section. It knows no engine and no model."""
 
 from dataclasses import dataclass
 
@@ -35,11 +35,11 @@ class EngineIdentity:
 
         Args:
             engine: which one.
-            version: of its library.
-            dtype: of weights and KV cache.
+            version: the library's.
+            dtype: number format of weights and KV cache.
             kv_across_versions: what becomes of the KV cache when weights change.
-            weights_digest: of the weights that it serves now.
-            quantization: of the weights.
+            weights_digest: digest of the weights that it serves now.
+            quantization: how the weights are quantized.
         """
         return EngineTag(
             engine=engine,

@@ -199,7 +199,7 @@ class GroupHeader:
     num_bytes: int
     """Size of the encoded group."""
     incarnation: int = 0
-    """Of the replica, as the driver counts them in this trainer epoch; 0: an incarnation of an earlier one."""
+    """Incarnation of the replica, as the driver counts them in this trainer epoch; 0: one of an earlier epoch."""
 
     @property
     def policies(self) -> frozenset[PolicyVersion]:

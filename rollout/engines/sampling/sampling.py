@@ -12,24 +12,15 @@ from rollout.types.generation import SamplingParams
 _BITS = 52
 
 
-class Uniforms:
-    """Streams of uniform numbers, one a sampling key (Philox 4x64, keyed and counted). Not for two threads at once."""
+def uniforms(key: int, first: int, count: int) -> NDArray[np.float64]:
+    """Numbers [first, first + count) of the stream of the sampling key `key`, strictly between 0 and 1.
 
-    def __init__(self) -> None:
-        self._generator = np.random.Philox(key=0)
-        self._origin = np.random.Philox(key=0).state
-
-    def stream(self, key: int, first: int, count: int) -> NDArray[np.float64]:
-        """Numbers [first, first + count) of the stream of `key`, strictly between 0 and 1.
-
-        Number i depends on the key and on i alone, so a sample's randomness is independent of its batch. 52 bits and a
-        half keep every number so far below 1 that its product with a sum of probabilities stays below that sum.
-        """
-        # Setting a generator's state is ten times quicker than building a generator.
-        self._origin["state"]["key"][0] = key
-        self._generator.state = self._origin
-        raw = self._generator.random_raw(first + count)[first:]
-        return ((raw >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
+    Number i depends on the key and on i alone (Philox 4x64, keyed and counted), so a sample's randomness is independent
+    of its batch. 52 bits and a half keep every number so far below 1 that its product with a sum of probabilities stays
+    below that sum.
+    """
+    raw = np.random.Philox(key=key).random_raw(first + count)[first:]
+    return ((raw >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ def draw(logits: Tensor, sampling: RowSampling, uniform: Tensor) -> tuple[Tensor
 
     Args:
         logits: [B, V].
-        sampling: of these B rows.
+        sampling: the parameters of these B rows.
         uniform: [B, 1] float64 in (0, 1).
 
     Returns:

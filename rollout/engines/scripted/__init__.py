@@ -1,1 +1,2 @@
-"""The scripted engine: text by rule and time by an explicit clock, for tests and rehearsals without a model."""
+"""The scripted engine, for tests and rehearsals without a model: tokens and latencies from a seed, time by an explicit
+clock."""

@@ -9,7 +9,7 @@ class Timer(Protocol):
     """A call that has not happened yet."""
 
     def cancel(self) -> None:
-        """It will not happen."""
+        """Prevent the call."""
         ...
 
 

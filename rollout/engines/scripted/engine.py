@@ -79,7 +79,7 @@ class ScriptedEngine:
         record = self._requests.get(request_id)
         if record is None:
             return
-        for sample in [s for s in record.samples if s.length]:
+        for sample in record.running:
             self._freeze(sample)
             self._finish(sample, FinishReason.ABORT)
         self._fill_slots(self._clock.now())
@@ -101,7 +101,7 @@ class ScriptedEngine:
         self._pause_mode = mode
         self._paused_at_s = self._clock.now()
         if mode is PauseMode.DRAIN:
-            self._draining = {request_id for request_id, record in self._requests.items() if record.live}
+            self._draining = {request_id for request_id, record in self._requests.items() if record.running}
             self._drained.clear()
             if self._draining:
                 await self._drained.wait()
@@ -182,8 +182,7 @@ class ScriptedEngine:
         record = self._script.begin(request, first)
         if self._paused_at_s is None and not self._config.latency_mean_s:
             for sample in record.samples:
-                sample.policies.append((policy, first))
-                sample.done = sample.length
+                sample.sampled_until(sample.length, policy)
                 self._usage.generated(sample.length - first)
                 for chunk in self._script.chunks(sample, None):
                     yield chunk
@@ -222,51 +221,28 @@ class ScriptedEngine:
 
     def _run(self, sample: ScriptedSample, at_s: float) -> None:
         self._usage.began(1)
-        sample.started_s = at_s
-        due_s = at_s + sample.latency_s - sample.elapsed_s
-        sample.timer = self._clock.call_at(due_s, lambda: self._complete(sample, due_s))
+        sample.start(self._clock, at_s, self._complete)
 
     def _complete(self, sample: ScriptedSample, due_s: float) -> None:
-        self._sampled_until(sample, sample.length)
+        sample.sampled_until(sample.length, self._served().policy)
         self._finish(sample, None)
         self._fill_slots(due_s)
 
     def _freeze(self, sample: ScriptedSample) -> None:
-        """Stop a sample's clock and put the tokens that its time was enough for under the policy in force."""
-        if sample.started_s is None:
-            return
-        sample.elapsed_s = min(sample.latency_s, sample.elapsed_s + max(0.0, self._clock.now() - sample.started_s))
-        self._stop_clock(sample)
-        share = sample.elapsed_s / sample.latency_s if sample.latency_s else 0.0
-        self._sampled_until(sample, sample.first + int(share * (sample.length - sample.first)))
-
-    def _stop_clock(self, sample: ScriptedSample) -> None:
-        if sample.timer is not None:
-            sample.timer.cancel()
-            sample.timer = sample.started_s = None
+        if sample.freeze(self._clock.now(), self._served().policy):
             self._usage.ended(1)
 
-    def _sampled_until(self, sample: ScriptedSample, stop: int) -> None:
-        """Put the tokens up to `stop` under the policy in force."""
-        policy = self._served().policy
-        if stop > sample.done and (not sample.policies or sample.policies[-1][0] != policy):
-            sample.policies.append((policy, sample.done))
-        sample.done = max(sample.done, stop)
-
     def _finish(self, sample: ScriptedSample, finish: FinishReason | None) -> None:
-        sample.policies = sample.policies or [(self._served().policy, sample.first)]
         self._leave(sample)
-        sample.request.live -= 1
+        sample.end(self._served().policy)
         self._usage.generated(sample.done - sample.first)
         sample.request.chunks.put_nowait(self._script.chunks(sample, finish))
-        sample.length = 0  # finished: abort and forget pass it over
-        if not sample.request.live:
+        if not sample.request.running:
             self._note_drained(sample.request)
 
     def _forget(self, record: ScriptedRequest) -> None:
-        for sample in [s for s in record.samples if s.length]:
+        for sample in record.running:
             self._leave(sample)
-            sample.length = 0
         del self._requests[record.request.request_id]
         self._note_drained(record)
         if not self._stopped:
@@ -278,7 +254,8 @@ class ScriptedEngine:
             self._drained.set()
 
     def _leave(self, sample: ScriptedSample) -> None:
-        self._stop_clock(sample)
+        if sample.stop():
+            self._usage.ended(1)
         if sample in self._occupied:
             self._occupied.remove(sample)
         elif sample in self._waiting:

@@ -2,6 +2,7 @@
 clock."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollout.config import ScriptedConfig
 from rollout.engines.sampling.draw_keys import request_keys
-from rollout.engines.scripted.clock import Timer
+from rollout.engines.scripted.clock import Clock, Timer
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
 from rollout.engines.serving.requests import cut, tokens_left
 from rollout.types.engine_identity import EngineIdentity
@@ -25,7 +26,7 @@ class ScriptedSample:
     request: "ScriptedRequest"
     index: int
     bits: int
-    """Its draws."""
+    """Random bits that decide its length, latency and tokens."""
     first: int
     """Tokens that it had before this request (`resume_from`)."""
     length: int
@@ -40,6 +41,41 @@ class ScriptedSample:
     policies: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
     """(policy, first token sampled under it)"""
     timer: Timer | None = None
+    ended: bool = False
+
+    def start(self, clock: Clock, at_s: float, complete: Callable[["ScriptedSample", float], None]) -> None:
+        """Run from `at_s` on; once its latency is over, call `complete` with the time at which it was."""
+        due_s = at_s + self.latency_s - self.elapsed_s
+        self.started_s, self.timer = at_s, clock.call_at(due_s, lambda: complete(self, due_s))
+
+    def freeze(self, now_s: float, policy: PolicyVersion) -> bool:
+        """Stop its clock, with the tokens that its time was enough for, the new ones under `policy`; whether it ran."""
+        if self.started_s is None:
+            return False
+        self.elapsed_s = min(self.latency_s, self.elapsed_s + max(0.0, now_s - self.started_s))
+        self.stop()
+        share = self.elapsed_s / self.latency_s if self.latency_s else 0.0
+        self.sampled_until(self.first + int(share * (self.length - self.first)), policy)
+        return True
+
+    def stop(self) -> bool:
+        """Stop its clock; whether it ran."""
+        if self.timer is None:
+            return False
+        self.timer.cancel()
+        self.timer = self.started_s = None
+        return True
+
+    def sampled_until(self, stop: int, policy: PolicyVersion) -> None:
+        """It has the tokens up to `stop`, the new ones under `policy`."""
+        if stop > self.done and (not self.policies or self.policies[-1][0] != policy):
+            self.policies.append((policy, self.done))
+        self.done = max(self.done, stop)
+
+    def end(self, policy: PolicyVersion) -> None:
+        """It gets no further token; without any, it ended under `policy`."""
+        self.policies = self.policies or [(policy, self.first)]
+        self.ended = True
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +88,11 @@ class ScriptedRequest:
     samples: list[ScriptedSample]
     chunks: asyncio.Queue[list[TokenChunk]]
     """One entry a finished sample."""
-    live: int
-    """Samples that have not ended."""
+
+    @property
+    def running(self) -> list[ScriptedSample]:
+        """The samples that have not ended."""
+        return [sample for sample in self.samples if not sample.ended]
 
 
 class SampleScript:
@@ -71,7 +110,7 @@ class SampleScript:
             UserError: there is no room for a token.
         """
         longest = first + tokens_left(request, first, self._config.max_model_len)
-        record = ScriptedRequest(request, longest, [], asyncio.Queue(), request.num_samples)
+        record = ScriptedRequest(request, longest, [], asyncio.Queue())
         for index, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica)):
             shortest = (
                 longest

@@ -15,7 +15,7 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def refuse_running(request: GenerationRequest, running: Container[str], replica: int) -> None:
-    """Hold the id of a request against those that run.
+    """Refuse a request whose id is already running.
 
     Raises:
         EngineError: it runs already.
@@ -40,7 +40,7 @@ def tokens_left(request: GenerationRequest, produced: int, context_tokens: int |
     """Tokens that a sample may add to the `produced` ones, within `max_new_tokens` and the context (None: no limit).
 
     Raises:
-        UserError: none.
+        UserError: there is no room for one.
     """
     left = request.sampling.max_new_tokens - produced
     if context_tokens is not None:
@@ -80,13 +80,13 @@ def cut(
     """A whole sample as chunks, one a policy.
 
     Args:
-        request_id: of the request.
+        request_id: the request's.
         sample_index: place among the request's samples.
         token_ids: [n].
         logprobs: [n] nats.
         starts: (policy, first token sampled under it) in order, at least one; each reaches to the next, the last to n.
         finish: why the sample ended; it goes with the last chunk.
-        routing: of the whole sequence; it goes with the last chunk.
+        routing: the trace of the whole sequence; it goes with the last chunk.
     """
     ends = [start for _, start in starts[1:]] + [token_ids.size]
     last = len(starts) - 1

@@ -57,6 +57,10 @@ class Row:
             self.finish = FinishReason.LENGTH
         return self.finish is not None
 
+    def abort(self) -> None:
+        """End the sample with the tokens that it has."""
+        self.finish = FinishReason.ABORT
+
     def chunks(self, policy: PolicyVersion) -> list[TokenChunk]:
         """All tokens, one chunk a policy; a sample without tokens (aborted) has one empty chunk under `policy`."""
         token_ids, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollout.config import TorchEngineConfig
 from rollout.engines.sampling.draw_keys import request_keys
-from rollout.engines.sampling.sampling import Uniforms
+from rollout.engines.sampling.sampling import uniforms
 from rollout.engines.serving.requests import NOTHING, check_ids, tokens_left
 from rollout.engines.torch.cohort import Cohort, Row
 from rollout.engines.torch.model import DecodeModel
@@ -24,7 +24,6 @@ from rollout.engines.torch.weights import WeightLoader
 from rollout.errors import ConcordError, EngineError, UserError
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
-from rollout.types.trajectory import FinishReason
 from rollout.types.weights import ApplyReport, WeightManifest
 
 _SCORE_CHUNK_TOKENS = 1024
@@ -65,7 +64,6 @@ class DecodeCore:
         )
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
         self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
-        self._uniforms = Uniforms()
         self._waiting: deque[list[Row]] = deque()
         self._held: deque[list[Row]] = deque()
         """What came while the engine drains."""
@@ -143,7 +141,7 @@ class DecodeCore:
                 queue.remove(piece)
                 gone += piece
         for row in gone:
-            row.finish = FinishReason.ABORT
+            row.abort()
         return [self._done(row) for row in gone]
 
     @torch.inference_mode()
@@ -245,7 +243,7 @@ class DecodeCore:
                 given=prompt,
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
-                uniforms=self._uniforms.stream(key, produced.size, max_tokens),
+                uniforms=uniforms(key, produced.size, max_tokens),
             )
             for i, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica))
         ]

@@ -22,7 +22,7 @@ class Command(Generic[T]):
         self.act, self.future = act, Future[T]()
 
     def run(self, core: DecodeCore) -> None:
-        """Do it."""
+        """Run it and pass on its result, or its error."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -35,7 +35,7 @@ class Command(Generic[T]):
             self.future.set_exception(error)
 
     def fail(self, error: ConcordError) -> None:
-        """It cannot be done."""
+        """Pass on the reason why it is not run."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
@@ -55,7 +55,7 @@ class DecodeThread:
 
         Args:
             build: makes the core, on this thread.
-            deliver: is told, on this thread, of samples that ended.
+            deliver: called on this thread with samples that have ended.
             num_threads: compute threads of torch.
             deterministic: use deterministic algorithms only.
         """
@@ -137,7 +137,7 @@ class DecodeThread:
                 self._drains.clear()
 
     def _run_commands(self, core: DecodeCore) -> bool:
-        """Run what waits, waiting for something when there is nothing to step; False when told to stop."""
+        """Run what waits, waiting for something when there is nothing to step; False when it is to stop."""
         while not (self._commands.empty() and (core.can_step or self._drains)):
             commands = self._commands.get()
             if commands is None:

@@ -120,7 +120,7 @@ class VllmCore:
 
     @property
     def version(self) -> str:
-        """vLLM's."""
+        """vLLM's version."""
         from vllm import __version__
 
         return __version__

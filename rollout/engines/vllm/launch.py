@@ -1,4 +1,4 @@
-"""Starts vLLM's AsyncLLM for one replica: environment, arguments, and a failed start told in words with its cure.
+"""Starts vLLM's AsyncLLM for one replica: environment, arguments, and the errors of a failed start with their cure.
 
 It knows no request. The environment is set before vllm is imported; what concerns the child process only is taken back
 after the launch.
@@ -149,7 +149,7 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
             return AsyncLLM.from_engine_args(arguments)
         except (ValueError, RuntimeError, OSError, MemoryError, TimeoutError) as error:
             # The traceback holds half a client and its sockets; what happened is in the core's log, whose last error is
-            # told.
+            # reported.
             failure = explain(f"{type(error).__name__}: {error}", root_cause(log), config)
             error.with_traceback(None)
             gc.collect()
@@ -171,14 +171,14 @@ def root_cause(log: Path) -> str:
 def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
     """A failed start as the error to raise: what failed, and what to change."""
     text = f"{root} {error}"
-    told = root or error
+    why = root or error
     if (
         "max_model_len" in text
         and ("greater than the derived" in text or "larger than" in text)
         and "KV cache" not in text
     ):
         return UserError(
-            f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({told}); lower it or "
+            f"engine.max_model_len = {config.max_model_len} is more than the model was built for ({why}); lower it or "
             "leave it out"
         )
     if "KV cache" in text or "kv cache" in text or "cache blocks" in text:
@@ -186,13 +186,13 @@ def explain(error: str, root: str, config: VllmConfig) -> ConcordError:
             f"engine.kv_cache_gib = {config.kv_cache_gib} (on GPU: engine.gpu_memory_utilization = "
             f"{config.gpu_memory_utilization})"
         )
-        return UserError(f"the KV cache does not fit: {told}; change {knobs}, or lower engine.max_model_len")
+        return UserError(f"the KV cache does not fit: {why}; change {knobs}, or lower engine.max_model_len")
     if "out of memory" in text.lower() or "MemoryError" in text or "can't allocate memory" in text:
         return EngineError(
-            f"vLLM ran out of memory while starting: {told}; lower engine.kv_cache_gib or engine.max_num_seqs, or give "
+            f"vLLM ran out of memory while starting: {why}; lower engine.kv_cache_gib or engine.max_num_seqs, or give "
             "it a larger machine"
         )
-    return EngineError(f"vLLM did not start: {told}")
+    return EngineError(f"vLLM did not start: {why}")
 
 
 def _log_config(scratch: Path, log: Path) -> Path:

@@ -26,7 +26,7 @@ def layout_of(directory: Path) -> Layout:
 
 
 def refuse_difference(got: Layout, expected: Layout, where: str) -> None:
-    """Hold tensors against those that the engine started from.
+    """Compare tensors with those that the engine started from.
 
     Raises:
         EngineError: a tensor is missing, unknown, or of another dtype or shape.

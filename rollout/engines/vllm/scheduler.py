@@ -20,7 +20,7 @@ def places(config: SchedulerConfig, waiting: RequestQueue) -> int:
 
 
 class CanaryScheduler(Scheduler):
-    """For steps that end before the next one is planned (CPU)."""
+    """The scheduler for steps that end before the next one is planned (CPU)."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan one step."""
@@ -29,7 +29,7 @@ class CanaryScheduler(Scheduler):
 
 
 class AsyncCanaryScheduler(AsyncScheduler):
-    """For steps that are planned while the one before still runs (GPU)."""
+    """The scheduler for steps that are planned while the one before still runs (GPU)."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan one step."""

@@ -59,7 +59,7 @@ class Rendezvous:
 
     @classmethod
     def parse(cls, location: str) -> Self:
-        """From a manifest's location.
+        """Read a manifest's location.
 
         Raises:
             UserError: it is neither form.
@@ -136,31 +136,23 @@ class Receiving(Protocol):
     vllm_config: "VllmConfig"
     device: "torch.device"
     model_runner: Any
-    concord_receiver: "tuple[Rendezvous, WeightTransferEngine[Any, Any]] | None"
-    """The receiver that is open, kept between updates."""
 
 
 def open_receiver(worker: Receiving, rendezvous: Rendezvous, first_rank: int) -> "WeightTransferEngine[Any, Any]":
-    """vLLM's transfer engine for this worker, connected; opened anew only when the rendezvous changes."""
+    """vLLM's transfer engine for this worker, connected."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    kept = worker.concord_receiver
-    if kept is not None and (rendezvous.transport is Transport.IPC or kept[0] == rendezvous):
-        return kept[1]
-    if kept is not None:
-        kept[1].shutdown()
     backend = WeightTransferConfig(backend=rendezvous.transport.value)
     receiver = WeightTransferEngineFactory.create_engine(
         backend, worker.vllm_config, worker.device, worker.model_runner.get_model()
     )
     receiver.init_transfer_engine(receiver.parse_init_info(init_info(rendezvous, first_rank)))
-    worker.concord_receiver = (rendezvous, receiver)
     return receiver
 
 
 def init_info(rendezvous: Rendezvous, first_rank: int) -> dict[str, Any]:
-    """What vLLM's worker side is told: the sender is rank 0, workers follow."""
+    """How vLLM's worker side joins: the sender is rank 0, workers follow."""
     if rendezvous.transport is Transport.IPC:
         return {"packed": False}
     return {
@@ -173,7 +165,7 @@ def init_info(rendezvous: Rendezvous, first_rank: int) -> dict[str, Any]:
 
 
 def update_info(rendezvous: Rendezvous, tensors: Sequence[tuple[str, str, list[int]]]) -> dict[str, Any]:
-    """What vLLM's worker side is told before each update."""
+    """What vLLM's worker side needs to know before each update."""
     unknown = sorted({dtype for _, dtype, _ in tensors} - TORCH_NAMES.keys())
     if unknown:
         raise EngineError(

@@ -21,7 +21,7 @@ from rollout.engines.vllm.transfer import TORCH_NAMES, Rendezvous, Tensors, open
 from rollout.errors import EngineError
 from rollout.published.digests import manifest_digest
 from rollout.published.tensor_files import weight_files
-from rollout.types.weights import TensorEntry
+from rollout.types.weights import TensorEntry, Transport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +34,7 @@ class ConcordWorkerExtension:
     """See the module. All arguments and answers are plain values: they cross processes."""
 
     concord_receiver: "tuple[Rendezvous, WeightTransferEngine[Any, Any]] | None" = None
+    """The receiver that is open, kept between updates."""
 
     if TYPE_CHECKING:
         vllm_config: VllmConfig
@@ -72,7 +73,7 @@ class ConcordWorkerExtension:
             first_rank: rank of this replica's first worker among the receivers of all replicas, from 0.
         """
         rendezvous = Rendezvous.parse(location)
-        receiver = open_receiver(self, rendezvous, first_rank)
+        receiver = self._receiver_for(rendezvous, first_rank)
         entries: list[TensorEntry] = []
         loaded: set[str] = set()
 
@@ -84,6 +85,17 @@ class ConcordWorkerExtension:
             receive_into(receiver, update_info(rendezvous, tensors), take)
         self._settle(loaded)
         return manifest_digest(entries)
+
+    def _receiver_for(self, rendezvous: Rendezvous, first_rank: int) -> "WeightTransferEngine[Any, Any]":
+        """The receiver for `rendezvous`; opened anew only when the rendezvous changes."""
+        kept = self.concord_receiver
+        if kept is not None and (rendezvous.transport is Transport.IPC or kept[0] == rendezvous):
+            return kept[1]
+        if kept is not None:
+            kept[1].shutdown()
+        receiver = open_receiver(self, rendezvous, first_rank)
+        self.concord_receiver = (rendezvous, receiver)
+        return receiver
 
     @contextmanager
     def _loading(self) -> Generator[Any]:

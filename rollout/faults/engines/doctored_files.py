@@ -25,7 +25,7 @@ def doctored_copy(manifest: WeightManifest, target: Path, edits: Mapping[str, Ed
     Files without an edited tensor are hard links where the file system allows, else copies.
 
     Args:
-        manifest: of a directory on disk.
+        manifest: names a directory on disk.
         target: what stands there is removed first.
         edits: by tensor name; the names are in the manifest.
 

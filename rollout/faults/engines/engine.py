@@ -24,7 +24,7 @@ class EngineWrapper:
 
     @property
     def version(self) -> int:
-        """Of the policy that it serves; -1 before the start."""
+        """Version of the policy that it serves; -1 before the start."""
         return -1 if self.policy is None else self.policy.version
 
     async def start(self, manifest: WeightManifest) -> EngineTag:

@@ -92,5 +92,5 @@ class KeptCache(EngineWrapper):
         await self.inner.pause(PauseMode.KEEP if acts else mode)
 
     def declared(self, tag: EngineTag) -> EngineTag:
-        """As an engine that recomputes, whatever the inner one was configured with."""
+        """Declares itself as an engine that recomputes, whatever the inner one was configured with."""
         return replace(tag, kv_across_versions=str(PauseMode.RECOMPUTE))

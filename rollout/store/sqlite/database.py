@@ -107,10 +107,15 @@ class Transaction:
         found = self.among(select, "sequence", (row.sequence for row in rows), order)
         return {sequence: values for sequence, *values in found}
 
+    def recount(self, old: Slot | None, new: Slot) -> None:
+        """Count one dispatch in `new` instead of `old` (None: it is new), once this transaction has committed."""
+        self.moves.append((old, new))
+
     def move(self, rows: Sequence[Row], state: DispatchState) -> None:
         """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as
         trained."""
-        self.moves += [(row.slot, Slot(state)) for row in rows]
+        for row in rows:
+            self.recount(row.slot, Slot(state))
         step = "" if state is DispatchState.TRAINED else ", step_epoch = NULL, step_version = NULL"
         self.connection.executemany(
             f"UPDATE dispatches SET state = ?{step} WHERE sequence = ?", [(state, row.sequence) for row in rows]

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     offset: int
     num_bytes: int
     checksum: int
-    """As the payload's own prefix declares it: a place that points at another group's bytes is found out."""
+    """What the payload's own prefix declares, so that a place that points at another group's bytes is found out."""
 
 
 def segment_path(directory: Path, segment: int) -> Path:

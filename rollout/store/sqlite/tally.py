@@ -15,7 +15,7 @@ class Slot(NamedTuple):
     step_version: int | None = None
     """leased: the step that trained it, which no checkpoint holds yet."""
     reason: str | None = None
-    """rejected and failed."""
+    """rejected and failed: the reason."""
 
 
 class Tally:

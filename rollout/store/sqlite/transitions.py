@@ -1,5 +1,5 @@
 """Each change of state, as what it does within one transaction. It knows the tables; `database` makes it durable,
-`sqlite` offers it to callers.
+`store` offers it to callers.
 
     dispatched -> ready -> (audited ->) leased -> leased with a step -> trained
 
@@ -24,7 +24,7 @@ from rollout.types.weights import PolicyVersion
 VERDICT = "verdict"
 """The kind of annotation that moves a ready group to audited."""
 _WAITING = (DispatchState.READY, DispatchState.AUDITED)
-"""Can be leased."""
+"""States in which a group can be leased."""
 
 
 def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor: PromptCursor) -> None:
@@ -58,7 +58,7 @@ def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor:
             "replica": d.replica,
         }
         work.event_of([d.dispatch_id], EventKind.DISPATCHED, **named)
-        work.moves.append((None, Slot(DispatchState.DISPATCHED)))
+        work.recount(None, Slot(DispatchState.DISPATCHED))
 
 
 def _move_cursor(work: Transaction, cursor: PromptCursor) -> None:
@@ -167,7 +167,8 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
     )
     work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, **totals)
     work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
-    work.moves += [(row.slot, Slot(DispatchState.LEASED, version)) for row in rows]
+    for row in rows:
+        work.recount(row.slot, Slot(DispatchState.LEASED, version))
 
 
 def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
@@ -215,7 +216,7 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
             continue
         sql = "UPDATE dispatches SET state = ?, reason = ?, detail = ? WHERE sequence = ?"
         work.connection.execute(sql, (ending.state, ending.reason, ending.detail, row.sequence))
-        work.moves.append((row.slot, Slot(ending.state, None, ending.reason.value)))
+        work.recount(row.slot, Slot(ending.state, None, ending.reason.value))
         kind = EventKind.REJECTED if ending.state is DispatchState.REJECTED else EventKind.FAILED
         work.event_of([row.dispatch_id], kind, reason=ending.reason, detail=ending.detail, readmitted=ending.readmit)
         found[row.dispatch_id] = row._replace(state=ending.state, reason=ending.reason)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engines.sampling.sampling import RowSampling, Uniforms, draw
+from rollout.engines.sampling.sampling import RowSampling, draw, uniforms
 from rollout.types.generation import SamplingParams
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
@@ -66,10 +66,9 @@ def test_each_row_has_its_own_parameters():
 
 @given(key=st.integers(0, 2**63 - 1), first=st.integers(0, 40), count=st.integers(1, 40))
 def test_number_i_of_a_stream_depends_on_key_and_i_alone(key: int, first: int, count: int):
-    streams = Uniforms()
-    streams.stream(key ^ 1, 3, 5)  # what was asked before does not matter
+    uniforms(key ^ 1, 3, 5)  # what was asked before does not matter
     fresh = (np.random.Philox(key=key).random_raw(first + count) >> np.uint64(12)).astype(np.float64)
-    assert np.array_equal(streams.stream(key, first, count), ((fresh + 0.5) * 2.0**-52)[first:])
+    assert np.array_equal(uniforms(key, first, count), ((fresh + 0.5) * 2.0**-52)[first:])
 
 
 def test_the_extremes_of_a_stream_stay_inside_a_distribution():

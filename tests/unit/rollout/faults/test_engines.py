@@ -97,7 +97,7 @@ def by_version(engine: Engine) -> tuple[list[TokenChunk], list[TokenChunk]]:
     return asyncio.run(run())
 
 
-def told(chunks: Sequence[TokenChunk]) -> list[object]:
+def contents(chunks: Sequence[TokenChunk]) -> list[object]:
     return [
         (c.request_id, c.sample_index, c.token_ids.tolist(), c.logprobs.tolist(), c.policy, c.finish_reason)
         for c in chunks
@@ -116,14 +116,14 @@ def test_before_its_start_version_no_fault_changes_an_answer():
         ShortLogprobsFault(start_version=2),
         SilentTopPFault(start_version=2),
     )
-    assert [told(chunks) for chunks in by_version(planted(scripted(), *late))] == [
-        told(chunks) for chunks in by_version(scripted())
+    assert [contents(chunks) for chunks in by_version(planted(scripted(), *late))] == [
+        contents(chunks) for chunks in by_version(scripted())
     ]
 
 
 def test_bf16_logprobs_lose_all_bits_but_bfloat16s_and_nothing_else():
     (_, honest), (before, after) = by_version(scripted()), by_version(planted(scripted(), Bf16LogprobsFault()))
-    assert told(before) == told(by_version(scripted())[0])
+    assert contents(before) == contents(by_version(scripted())[0])
     for good, rounded in zip(honest, after, strict=True):
         assert not (rounded.logprobs.view(np.uint32) & 0xFFFF).any()
         assert 0 < np.abs(good.logprobs - rounded.logprobs).max() <= np.abs(good.logprobs).max() / 256

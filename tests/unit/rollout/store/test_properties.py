@@ -209,7 +209,7 @@ class History:
             self.model.ledger[policy.version] = policy
 
     def checkpoint(self) -> None:
-        """A checkpoint is on disk; a crash may come before the store is told."""
+        """A checkpoint is on disk; a crash may come before the store is notified."""
         policy = next(p for p in self.model.alive if p.version == self.version)
         self.checkpoints = [c for c in self.checkpoints if c.version < self.version] + [policy]
         if self.random.random() < 0.5:
