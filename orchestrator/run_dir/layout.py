@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config import RunConfig, parse_config
 from rollout.errors import UserError
@@ -128,6 +129,20 @@ def create_run_dir(config: RunConfig, default_name: str) -> RunDir:
     return run
 
 
+RETIRED_KEYS = (("trainer", "gradloc", "subtract"),)
+"""Keys that chose how something is done, not what comes out; the config of an older run directory may hold them."""
+
+
+def _without_retired(document: dict[str, Any]) -> dict[str, Any]:
+    """A stored config without the keys that no longer choose anything."""
+    for *sections, key in RETIRED_KEYS:
+        section = document
+        for name in sections:
+            section = section.get(name, {})
+        section.pop(key, None)
+    return document
+
+
 def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
     """The directory of an existing run, and its config after `overrides`.
 
@@ -143,7 +158,7 @@ def open_run_dir(path: Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
             "printed"
         ) from cause
     try:
-        config = parse_config(document, str(run.config))
+        config = parse_config(_without_retired(document), str(run.config))
     except UserError as cause:
         raise UserError(
             f"another version of Concord wrote {path}, or its config was edited; open it with the version that wrote "
