@@ -1,5 +1,5 @@
 """`concord dashboards push`: brings folder, data source and dashboards of a Grafana to what `deploy/grafana` says, and
-tells what changed.
+says what changed.
 
 Idempotent: what is as it should be is left alone. A dashboard that somebody else changes meanwhile is read again, never
 written over unseen.
@@ -136,7 +136,7 @@ class Grafana:
             raise
 
     def version(self) -> str:
-        """Of the server.
+        """The server's version.
 
         Raises:
             UserError: older than the dashboards need.
@@ -165,13 +165,13 @@ def _address(url: str, option: str, expected: str) -> SplitResult:
 
 
 def _fields(answer: object) -> Body:
-    """Of an answer that should be an object; none where it is not."""
+    """The fields of an answer that should be an object; none where it is not."""
     return cast("Body", answer) if isinstance(answer, Mapping) else {}
 
 
 def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> Iterator[Change]:
-    """Bring folder, data source and all dashboards to what they should be, in this order; each change is told when it
-    is made.
+    """Bring folder, data source and all dashboards to what they should be, in this order; each change is yielded when
+    it is made.
 
     Raises:
         UserError: an address, the server, the token or the files are not what they should be; what was done before

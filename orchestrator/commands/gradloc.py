@@ -16,7 +16,7 @@ from rollout.errors import UserError
 
 BAR_CELLS = 24
 MISSING_THRESHOLD = "not known"
-"""Of a search before the calibration has a threshold."""
+"""In the place of a threshold: the search ran before the calibration had one."""
 MEANINGS = {
     "omega": "importance ratio pi_now / pi_rollout",
     "sequence_ratio": "its geometric mean over the trajectory",

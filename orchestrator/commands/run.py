@@ -30,7 +30,7 @@ def run_new(config: RunConfig, default_name: str) -> None:
     """`concord run`."""
     refuse_taken_name(config)
     refuse_missing(config)
-    build_reward(config.reward)  # a function that cannot be imported is told before a model is built for it
+    build_reward(config.reward)  # a function that cannot be imported is reported before a model is built for it
     reporter = reporter_for_stdout()
     with _exporter(config) as exporter:
         reporter.say("preparing the model")
@@ -52,7 +52,7 @@ def run_again(path: Path, overrides: list[str]) -> None:
 
 
 def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter | None]:
-    """Listens before anything else starts: a port that is taken is told at once."""
+    """Listens before anything else starts: a port that is taken is reported at once."""
     return Exporter(config.exporter.host, config.exporter.port) if config.exporter.enabled else contextlib.nullcontext()
 
 

@@ -38,12 +38,12 @@ def held(record: Record, values: Values, flags: Flags, begun: Flags | None = Non
 
 
 def newest(record: Record, series: str, *numbers: tuple[str, float], rows: int = WINDOW) -> Evidence:
-    """Of the last `rows` rows."""
+    """Numbers that a rule read off the last `rows` rows of a series."""
     return Evidence(series, int(record.steps[-rows]), record.last_step, numbers)
 
 
 def moved(record: Record, series: str, change: Change, *numbers: tuple[str, float]) -> Evidence:
-    """Over the whole run."""
+    """How far a series moved over the whole run."""
     return Evidence(
         series, int(record.steps[0]), record.last_step, (("from", change.before), ("to", change.after), *numbers)
     )

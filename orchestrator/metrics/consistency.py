@@ -66,7 +66,7 @@ def _worst(now: Moment, value: Callable[[ReplicaGap], float]) -> float:
 
 
 def _routings(now: Moment) -> list[RoutingAgreement]:
-    """Of the replicas that returned routing, or should have."""
+    """Routing in the newest audits of the replicas that returned it, or should have."""
     return [gap.routing for gap in now.newest_gaps.values() if gap.routing is not None]
 
 
@@ -203,7 +203,7 @@ class Agreement(Section, layer=4):
     token_staleness_steps = histogram("steps", STALENESS_EDGES)
     """Staleness of the trained tokens: steps between the version that sampled them and the trainer's."""
     log_ratio_nats = histogram("nats", LOG_RATIO_EDGES, Label(name="part", values=("total", "engine", "stale")))
-    """Of the loss's tokens: log pi_now - rollout log-prob (total), recomputed - rollout log-prob (engine),
+    """Differences of the loss's tokens: log pi_now - rollout log-prob (total), recomputed - rollout log-prob (engine),
     log pi_now - recomputed (stale). Engine and stale need recomputed log-probs (mode gate)."""
     audited_log_ratio_nats = histogram("nats", LOG_RATIO_EDGES, REPLICA)
     """d_engine of every audited token: recomputed - rollout log-prob."""
@@ -243,7 +243,7 @@ class Agreement(Section, layer=4):
     replica_canary_gap_nats = gauge(
         "nats", lambda now: by_replica(now, lambda one: None if one.tag is None else one.canary_gap_nats), REPLICA
     )
-    """Of the replica's newest answer to a canary; infinite when it received other bytes than were published."""
+    """Gap of the replica's newest answer to a canary; infinite when it received other bytes than were published."""
     replica_canary_tolerance_nats = gauge(
         "nats", lambda now: by_replica(now, lambda one: None if one.tag is None else one.tolerance_nats), REPLICA
     )

@@ -15,7 +15,7 @@ from trainer.consistency.service.report import ReplicaGap
 from trainer.types.step import StepReport
 
 LabelValues: TypeAlias = tuple[str, ...]
-"""Of one series, in the order of the metric's labels."""
+"""Label values of one series, in the order of the metric's labels."""
 Series: TypeAlias = Mapping[LabelValues, float]
 """Values of one metric; what was not measured is not there."""
 
@@ -97,13 +97,13 @@ class Ended:
     """From the end of the step before."""
     reward_moving_10: float
     mean_reward: Mapping[str, float]
-    """Of all trajectories that reached a stage, by its name."""
+    """Mean over all trajectories that reached a stage, by the stage's name."""
     mean_length: Mapping[str, float]
     """The same, in sampled tokens."""
     prompts: Sequence[str]
-    """Of the newest trained groups."""
+    """Ids of the prompts of the newest trained groups."""
     reward_parts: Series
-    """Mean of each named part of the reward that is told apart."""
+    """Mean of each part of the reward that has a name of its own, and of the others together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Moment:
 
     wall_s: float
     counts: Counts
-    """Of dispatches, since the run began."""
+    """Dispatches since the run began, by where they are."""
     opening: Counts
     """The same, when the loop began."""
     queues: Mapping[str, int]
@@ -122,7 +122,7 @@ class Moment:
     weight_updates: int
     weights_superseded: int
     longest_pause_s: float
-    """Of a replica in the last weight update."""
+    """Longest pause of a replica in the last weight update."""
     trained_tokens: int
     retried: int
     trainer_busy_s: float
@@ -174,7 +174,7 @@ class Moment:
     """Resident bytes by actor."""
 
     def share(self, seconds: float) -> float:
-        """Of the wall clock."""
+        """What part of the wall clock so many seconds are."""
         return seconds / max(1e-9, self.wall_s)
 
     def share_of_replicas(self, seconds: float) -> float:

@@ -85,13 +85,13 @@ class System(Section, layer=4):
     step_seconds = step_column("seconds", lambda step: step.seconds)
     """Wall clock from the end of the step before to the end of this one."""
     step_wait_seconds = step_column("seconds", lambda step: step.phases.wait_s)
-    """Of it, waiting for a batch."""
+    """Seconds of the step spent waiting for a batch."""
     step_train_seconds = step_column("seconds", lambda step: step.phases.train_s)
-    """Of it, lease, decode, forward, backward and optimizer."""
+    """Seconds of the step spent on lease, decode, forward, backward and optimizer."""
     step_publish_seconds = step_column("seconds", lambda step: step.phases.publish_s)
-    """Of it, commit record and publication to disk."""
+    """Seconds of the step spent on the commit record and the publication to disk."""
     step_checkpoint_seconds = step_column("seconds", lambda step: step.phases.checkpoint_s)
-    """Of it, checkpoint."""
+    """Seconds of the step spent on a checkpoint."""
     generation_seconds = step_column("seconds", lambda step: step.facts.generation_s)
     """Mean generation time of the trained groups."""
     replica_slowness = column("ratio", lambda now: now.speeds["replica_slowness"], optional=True)

@@ -45,8 +45,8 @@ class Extent(StrEnum):
 
 
 MAX_REWARD_PARTS = 16
-"""Names of reward parts that are told apart; the reward function chooses them, so what comes later is summed up as
-`other`."""
+"""Parts of the reward that have series of their own. The reward function chooses their names, so what comes later is
+summed up as `other`."""
 UNMEASURED = -1.0
 """In a row: nothing was measured."""
 OTHER = "other"
@@ -80,7 +80,7 @@ class Declared:
     in_rows: bool = False
     """A number of every step, so a column of the metric parts."""
     optional: bool | str = False
-    """A column that says -1 where nothing was measured; for values that may be -1, the column that tells. Prometheus
+    """A column that says -1 where nothing was measured; for values that may be -1, the column that says so. Prometheus
     then gets no sample."""
     at_step: Callable[[Ended], Series] | None = None
     """Its values at the end of a step, which stand until the next."""
@@ -212,7 +212,7 @@ def histogram(unit: str, buckets: tuple[float, ...], *labels: Label) -> Declared
 
 
 def single(value: float) -> Series:
-    """Of a metric without labels."""
+    """The series of a metric without labels."""
     return {(): value}
 
 

@@ -30,12 +30,12 @@ class PlacedEvent:
 
     @property
     def kind(self) -> str:
-        """Of the event."""
+        """Kind of the event."""
         return self.event.kind
 
     @property
     def fields(self) -> Mapping[str, object]:
-        """Of the event."""
+        """What the kind adds to the event."""
         return self.event.fields
 
 

@@ -83,14 +83,14 @@ def timeline_section(record: RunRecord) -> Section:
     intro = (
         "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause "
         "what is below. Ticks: a version reached the engines. Diamonds and dotted lines: events, in the colour of "
-        f"their layer.{_scores_told(record)}{shared}{crowded}"
+        f"their layer.{_scores_note(record)}{shared}{crowded}"
     )
     return Section(
         key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record))
     )
 
 
-def _scores_told(record: RunRecord) -> str:
+def _scores_note(record: RunRecord) -> str:
     """How to read scores of evaluations, where there are any."""
     prints = {event.fields.get("fingerprint") for event in record.events_of("evaluation")}
     many = (
@@ -121,7 +121,7 @@ def ratio_section(record: RunRecord) -> Section:
     if figure is None:
         return said(intro="No ratio was counted: there is nothing in histograms/ yet.")
     apart = (
-        " Staleness and engine are told apart in mode gate only; this run shows the total."
+        " Only mode gate separates staleness from the engine; this run shows the total."
         if record.config.consistency.mode != "gate"
         else ""
     )

@@ -198,8 +198,8 @@ def label_of(event: PlacedEvent) -> str:
 
 def layer_of(event: PlacedEvent) -> int:
     """Where to look first."""
-    told = event.fields.get("layer", event.fields.get("diagnosis_layer"))
-    return told if isinstance(told, int) and told in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
+    named = event.fields.get("layer", event.fields.get("diagnosis_layer"))
+    return named if isinstance(named, int) and named in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
 
 
 def _versions(events: Sequence[PlacedEvent]) -> Trace:
@@ -216,7 +216,7 @@ def _versions(events: Sequence[PlacedEvent]) -> Trace:
 
 
 def shown_policy(event: PlacedEvent) -> str:
-    """Of an event that names one."""
+    """The policy that an event names, as text for plotly."""
     return plain(str(event.fields.get("policy", "")))
 
 
@@ -229,7 +229,7 @@ def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
             "x": [round(event.place, 3) for event in of_layer],
             "y": [1] * len(of_layer),
             "yaxis": "y5",
-            "text": [_told(event) for event in of_layer],
+            "text": [_hover_text(event) for event in of_layer],
             "marker": {"symbol": "diamond", "size": 9, "color": LAYERS[number].colour},
             "hovertemplate": "%{text}<extra></extra>",
         }
@@ -237,7 +237,7 @@ def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
     ]
 
 
-def _told(event: PlacedEvent) -> str:
+def _hover_text(event: PlacedEvent) -> str:
     text = plain(fields_text(event.fields))
     lines = [text[i : i + 60] for i in range(0, min(len(text), 240), 60)]
     return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.place:.1f}", *lines])
@@ -259,7 +259,7 @@ def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
             "x": [event.fields.get("version", round(event.place, 3)) for event in group],
             "y": [event.fields["score"] for event in group],
             "yaxis": "y1",
-            "text": [_told(event) for event in group],
+            "text": [_hover_text(event) for event in group],
             "line": {"color": "#111111", "width": 1, "dash": "dot"},
             "marker": {"symbol": symbols[index % len(symbols)], "size": 7, "color": "#111111"},
             "hovertemplate": "%{text}<extra></extra>",

@@ -26,7 +26,7 @@ SCHEMA: Any = arrow.schema(
 
 
 class HistogramRecorder:
-    """Writes what was counted since its last part, every `steps_per_part` steps, and whenever it is told to."""
+    """Writes what was counted since its last part, every `steps_per_part` steps, and at every `flush`."""
 
     def __init__(self, directory: Path, counted: Distributions, start: PolicyVersion, steps_per_part: int = 50) -> None:
         self._parts, self._counted, self._steps_per_part = Parts(directory, SCHEMA), counted, steps_per_part
@@ -58,13 +58,13 @@ class HistogramRecorder:
         before = self._written.get((name, labels), (0,) * len(now))
         if now == before:
             return []
-        told = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
+        labelled = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
         newest = self._newest
         where = {
             "trainer_epoch": newest.trainer_epoch,
             "last_step": newest.version,
             "signal": metric.column,
-            "labels": told,
+            "labels": labelled,
         }
         # Empty buckets come along: a reader learns the buckets from the rows.
         return [

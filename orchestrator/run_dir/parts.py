@@ -1,5 +1,5 @@
-"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told,
-and the rest is read."""
+"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is
+noted, and the rest is read."""
 
 import re
 from collections.abc import Mapping, Sequence

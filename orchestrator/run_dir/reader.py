@@ -1,7 +1,7 @@
 """One run directory, read again and again: metric parts, block parts and events, each only once. Never writes, never
 opens the store for writing.
 
-What is missing is told, never guessed: a run that still goes on has rows in memory that no part holds yet.
+What is missing is noted, never guessed: a run that still goes on has rows in memory that no part holds yet.
 """
 
 import json

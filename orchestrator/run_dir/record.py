@@ -94,15 +94,16 @@ class Record:
 
     @property
     def last_step(self) -> int:
-        """Of the newest row; 0 before the first."""
+        """Step of the newest row; 0 before the first."""
         return int(self.steps[-1]) if self.steps.size else 0
 
 
 def measured(columns: Mapping[str, Values]) -> dict[str, Values]:
     """Columns with NaN where the catalogue says that nothing was measured."""
-    told = {name: columns.get(_MEASURED_BY.get(name, "")) for name in columns}
     return {
-        name: values if (by := told[name]) is None else np.where(by == UNMEASURED, np.nan, values)
+        name: values
+        if (by := columns.get(_MEASURED_BY.get(name, ""))) is None
+        else np.where(by == UNMEASURED, np.nan, values)
         for name, values in columns.items()
     }
 

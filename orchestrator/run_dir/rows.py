@@ -31,7 +31,7 @@ class StepRows:
             self._read.append({name: numbers(table, name) for name in COLUMNS if name in table.column_names})
 
     def lineage(self, resumed: Mapping[int, int]) -> Lineage:
-        """Of the run: what events say of resumes, and where they do not, what rows do."""
+        """The run's lineage: what events say of resumes, and where they do not, what rows do."""
         return Lineage(resumed).with_rows(joined(self._read, "trainer_epoch"), joined(self._read, "step"))
 
     def all(self, lineage: Lineage) -> dict[str, Column]:
@@ -43,19 +43,19 @@ class StepRows:
 
     def notes(self) -> list[str]:
         """What could not be read, or is not known here."""
-        told = self._parts.notes()
+        notes = self._parts.notes()
         absent, strange = sorted(set(COLUMNS) - self._columns), sorted(self._columns - set(COLUMNS))
         if self._columns and absent:
-            told.append(
+            notes.append(
                 f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs "
                 "them sees nothing"
             )
         if strange:
-            told.append(
+            notes.append(
                 f"the metric parts have {len(strange)} columns that this version of Concord does not know "
                 f"({_some(strange)}): not read"
             )
-        return told
+        return notes
 
 
 class BlockRows:

@@ -37,7 +37,7 @@ class SearchRecords:
         """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for
         at the first search.
 
-        A file that cannot be written is told to `side_files`; without them it raises.
+        A file that cannot be written is reported to `side_files`; without them it raises.
         """
         self._side_files = side_files
         self._folder, self._make_tokenizer = folder, tokenizer
