@@ -68,9 +68,8 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     _report(run, reporter)
-    run.prometheus_targets.unlink(
-        missing_ok=True
-    )  # an end in order is no endpoint that does not answer, and its port may soon be another's
+    # An end in order is no endpoint that does not answer, and its port may soon be another's.
+    run.prometheus_targets.unlink(missing_ok=True)
     show_summary(run, summary)
     if summary["version"] != config.run.steps:
         reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")

@@ -4,13 +4,13 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from orchestrator.metrics.state import Moment, Replica, Series
+from orchestrator.metrics.state import Moment, ReplicaState, Series
 from orchestrator.metrics.types import (
     OTHER,
     UNMEASURED,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     by,
     column,
     counter,
@@ -87,7 +87,7 @@ def _by_gap_and(now: Moment, values: Callable[[ReplicaGap], Mapping[str, float]]
     return {(str(gap.replica), name): value for gap in now.gaps for name, value in values(gap).items()}
 
 
-def by_replica(now: Moment, value: Callable[[Replica], float | None]) -> Series:
+def by_replica(now: Moment, value: Callable[[ReplicaState], float | None]) -> Series:
     """A value of each replica; none where it has none."""
     return {(str(one.slot),): found for one in now.replicas if (found := value(one)) is not None}
 
@@ -129,7 +129,7 @@ def _reasons(now: Moment) -> Series:
     return by(REASONS, reasons)
 
 
-class Agreement(Section, layer=4):
+class Agreement(CatalogueSection, layer=4):
     """Whether engines and trainer compute the same."""
 
     abs_logprob_difference_mean = step_column("nats", lambda step: step.report.mean_abs_logprob_difference)

@@ -7,9 +7,9 @@ from orchestrator.metrics.state import Series
 from orchestrator.metrics.types import (
     OTHER,
     UNMEASURED,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     block_gauge,
     by,
     column,
@@ -33,7 +33,7 @@ CONFIGURATIONS = tuple(str(number) for number in range(15))
 """Numbers of the configurations of evaluations, in the order in which a loop met them."""
 
 
-class DataAndReward(Section, layer=1):
+class DataAndReward(CatalogueSection, layer=1):
     """Whether there is something to learn, and whether what is learned is what was meant."""
 
     reward_mean = step_column("reward", lambda step: step.facts.reward_mean)
@@ -92,7 +92,7 @@ class DataAndReward(Section, layer=1):
     """Dispatches that failed because the environment raised."""
 
 
-class PolicyChange(Section, layer=2):
+class PolicyChange(CatalogueSection, layer=2):
     """How far a step moves the policy."""
 
     advantage_std = step_column("reward", lambda step: step.report.advantage_std)
@@ -115,7 +115,7 @@ class PolicyChange(Section, layer=2):
     """Mean KL estimate to version 0; only with a reference."""
 
 
-class NumericalUpdates(Section, layer=3):
+class NumericalUpdates(CatalogueSection, layer=3):
     """Losses, gradients, and the searches for what is behind a gradient."""
 
     loss = step_column("loss", lambda step: step.report.loss)
@@ -184,7 +184,7 @@ def _of_heads(report: StepReport) -> Series:
     return {(block, str(head)): logit for block, heads in report.attention_logits for head, logit in enumerate(heads)}
 
 
-class Blocks(Section, layer=3):
+class Blocks(CatalogueSection, layer=3):
     """Signals with a value for each block of the model, also in the block parts."""
 
     block_grad_norm = block_gauge("norm", _each(lambda report: report.block_norms), _BLOCK)

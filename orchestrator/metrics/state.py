@@ -69,8 +69,8 @@ class Audits(Protocol):
     held_bytes: Final[int]
 
 
-class Replica(Protocol):
-    """One engine replica."""
+class ReplicaState(Protocol):
+    """One engine replica as it stands."""
 
     slot: Final[int]
     port: Final[object]
@@ -165,7 +165,7 @@ class Moment:
     """Each replica's own mean |d_engine| when the run began, by slot, in nats."""
     multiples: Mapping[int, float]
     """Mean |d_engine| of its newest audit over that."""
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaState]
     diagnosis: Mapping[str, Series]
     """The doctor's, by name of the metric."""
     environment: str = ""

@@ -6,9 +6,9 @@ from orchestrator.metrics.consistency import REPLICA, by_replica
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.types import (
     OTHER,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     by,
     column,
     counter,
@@ -36,7 +36,7 @@ def _trained(counts: Counts) -> int:
     return counts.trained + sum(groups for _, groups in counts.trained_held)
 
 
-class System(Section, layer=4):
+class System(CatalogueSection, layer=4):
     """The loop itself: work, queues, time, processes."""
 
     step = step_column("steps", lambda step: step.report.policy.version)

@@ -1,9 +1,9 @@
 """What a declared signal is: type, unit, labels, buckets, how many series it may have at most, and the accessor of its
 values. It knows no particular signal.
 
-A metric is one attribute of a `Section` and the text below it:
+A metric is one attribute of a `CatalogueSection` and the text below it:
 
-    class System(Section, layer=4):
+    class System(CatalogueSection, layer=4):
         weight_updates = column("updates", lambda now: now.loop.accounts.weight_updates)
         \"\"\"Committed publications since the loop began.\"\"\"
 
@@ -141,7 +141,7 @@ class Metric(Declared):
         return combinations
 
 
-class Section:
+class CatalogueSection:
     """A part of the catalogue: each attribute declares the metric of its name, and the text below it is its help."""
 
     metrics: ClassVar[tuple[Metric, ...]] = ()

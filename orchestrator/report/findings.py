@@ -10,7 +10,7 @@ from orchestrator.doctor.findings import Finding, Severity
 from orchestrator.doctor.tables import UNTRUSTED, evidence_text
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import shown
-from orchestrator.report.page import Card, Section, TokenInContext, table_of
+from orchestrator.report.page import Card, PageSection, TokenInContext, table_of
 from orchestrator.run_dir.record import Record
 from orchestrator.run_dir.search_records import search_files, stored_search
 from rollout.errors import UserError
@@ -21,10 +21,10 @@ MOST_SEARCHES = 50
 """Rows of the table, the newest."""
 
 
-def findings_section(record: Record) -> Section:
+def findings_section(record: Record) -> PageSection:
     """The doctor's answer to the run as it is on disk."""
     found = diagnose(record)
-    return Section(
+    return PageSection(
         key="findings",
         title="Findings",
         intro=_summary(found),
@@ -53,13 +53,13 @@ def _finding(finding: Finding) -> Card:
     )
 
 
-def gradloc_section(folder: Path) -> Section:
+def gradloc_section(folder: Path) -> PageSection:
     """Gradient searches and their culprits."""
     title = "Gradient searches (GradLoc)"
     searches, broken = _searches(folder)
     lost = f" {broken} files of gradloc/ cannot be read." if broken else ""
     if not searches:
-        return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
+        return PageSection(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
     culprits = [
         (policy, search, culprit)
         for policy, search in searches
@@ -73,7 +73,7 @@ def gradloc_section(folder: Path) -> Section:
         else ""
     )
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
-    return Section(
+    return PageSection(
         key="gradloc",
         title=title,
         intro=(
