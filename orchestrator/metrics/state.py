@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
+from orchestrator.observers import StepFacts, StepPhases
 from rollout.types.dispatch import Counts
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
@@ -18,33 +19,6 @@ LabelValues: TypeAlias = tuple[str, ...]
 """Label values of one series, in the order of the metric's labels."""
 Series: TypeAlias = Mapping[LabelValues, float]
 """Values of one metric; what was not measured is not there."""
-
-
-class Facts(Protocol):
-    """What one step trained on."""
-
-    reward_mean: Final[float]
-    reward_std: Final[float]
-    length_mean: Final[float]
-    length_cap_fraction: Final[float]
-    zero_variance: Final[float]
-    reward_length_correlation: Final[float]
-    all_correct: Final[float]
-    all_wrong: Final[float]
-    staleness_mean: Final[float]
-    staleness_max: Final[int]
-    mixed_fraction: Final[float]
-    generation_s: Final[float]
-    reward_s: Final[float]
-
-
-class Phases(Protocol):
-    """Wall-clock seconds of one step."""
-
-    wait_s: Final[float]
-    train_s: Final[float]
-    publish_s: Final[float]
-    checkpoint_s: Final[float]
 
 
 class Searches(Protocol):
@@ -91,8 +65,8 @@ class Ended:
     """A step that has just been applied."""
 
     report: StepReport
-    facts: Facts
-    phases: Phases
+    facts: StepFacts
+    phases: StepPhases
     seconds: float
     """From the end of the step before."""
     reward_moving_10: float
