@@ -12,7 +12,7 @@ from orchestrator.metrics.catalogue import DECLARED
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.state import LabelValues
-from orchestrator.metrics.types import MetricType
+from orchestrator.metrics.types import MetricType, labels_text
 from trainer.types.histograms import BucketCounts
 
 LEFT_OUT: Mapping[str, str] = {
@@ -113,8 +113,7 @@ def tag_of(name: str, labels: LabelValues = ()) -> str:
 def _tag(name: str, label_names: tuple[str, ...], labels: LabelValues) -> str:
     metric = DECLARED[name]
     group = f"{metric.diagnosis_layer} {LAYERS[metric.diagnosis_layer].name}"
-    suffix = ",".join(f"{label}={value}" for label, value in zip(label_names, labels, strict=True))
-    return f"{group}: {metric.column}/{suffix}" if labels else f"{group}/{metric.column}"
+    return f"{group}: {metric.column}/{labels_text(label_names, labels)}" if labels else f"{group}/{metric.column}"
 
 
 BY_SCORE = frozenset(("concord_evaluation_score", "concord_eval_stderr"))

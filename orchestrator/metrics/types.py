@@ -19,7 +19,7 @@ from itertools import pairwise
 from textwrap import dedent
 from typing import ClassVar
 
-from orchestrator.metrics.state import Ended, Moment, Series
+from orchestrator.metrics.state import Ended, LabelValues, Moment, Series
 from trainer.types.step import StepReport
 
 
@@ -209,6 +209,11 @@ def counter(unit: str, value: Callable[[Moment], Series], *labels: Label) -> Dec
 def histogram(unit: str, buckets: tuple[float, ...], *labels: Label) -> Declared:
     """A distribution since the process began."""
     return Declared(type=MetricType.HISTOGRAM, unit=unit, labels=labels, buckets=buckets)
+
+
+def labels_text(names: Iterable[str], values: LabelValues) -> str:
+    """`name=value`, joined by commas: a series where its name is a text."""
+    return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
 
 
 def single(value: float) -> Series:

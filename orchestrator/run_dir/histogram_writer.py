@@ -13,6 +13,7 @@ import pyarrow as pa
 from orchestrator.metrics.catalogue import DECLARED
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.state import LabelValues
+from orchestrator.metrics.types import labels_text
 from orchestrator.run_dir.metrics_writer import Parts
 from rollout.types.weights import PolicyVersion
 
@@ -58,13 +59,12 @@ class HistogramRecorder:
         before = self._written.get((name, labels), (0,) * len(now))
         if now == before:
             return []
-        labelled = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
         newest = self._newest
         where = {
             "trainer_epoch": newest.trainer_epoch,
             "last_step": newest.version,
             "signal": metric.column,
-            "labels": labelled,
+            "labels": labels_text(metric.label_names, labels),
         }
         # Empty buckets come along: a reader learns the buckets from the rows.
         return [

@@ -108,6 +108,12 @@ def measured(columns: Mapping[str, Values]) -> dict[str, Values]:
     }
 
 
+def tallies_by_kind(tallies: Sequence[Mapping[str, float]]) -> dict[str, Values]:
+    """[n] by kind, from one tally a row; 0 where a row has none of it."""
+    kinds = sorted({kind for tally in tallies for kind in tally})
+    return {kind: np.array([tally.get(kind, 0.0) for tally in tallies], dtype=np.float64) for kind in kinds}
+
+
 def record_of_rows(
     rows: Sequence[Mapping[str, float]],
     *,
@@ -124,14 +130,9 @@ def record_of_rows(
     names = sorted({name for row in rows for name in row if name in _DECLARED})
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
     columns = measured({name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names})
-    kinds = sorted({kind for tally in tallies for kind in tally})
     of_blocks = {
         key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()
     }
     return Record(
-        steps=steps,
-        columns=columns,
-        blocks=of_blocks,
-        tallies={kind: np.array([tally.get(kind, 0.0) for tally in tallies], dtype=np.float64) for kind in kinds},
-        events=tuple(events),
+        steps=steps, columns=columns, blocks=of_blocks, tallies=tallies_by_kind(tallies), events=tuple(events)
     )
