@@ -25,7 +25,7 @@ class Example(TypedDict):
     """One row of a finding."""
 
     row: int | None
-    """From 0; None: about the dump as a whole."""
+    """Number of the row, from 0; None: about the dump as a whole."""
     place: str
     detail: str
     positions: list[int]

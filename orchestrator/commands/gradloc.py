@@ -52,7 +52,7 @@ def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> Non
 
 
 def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
-    """By key, or by number: the newest epoch's then."""
+    """The search of a step by its key, or by its number: then the newest epoch's."""
     matching = [each for each in found if step in (each["policy"], str(each["step"]))]
     if not matching:
         known = ", ".join(each["policy"] for each in found[-20:])

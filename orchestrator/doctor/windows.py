@@ -27,7 +27,8 @@ class Held:
 
 
 def held(record: Record, values: Values, flags: Flags, begun: Flags | None = None) -> Held | None:
-    """None where `flags` [n] do not hold in `PERSISTENCE` of the newest `WINDOW` rows, or there are fewer.
+    """The condition `flags` [n], where it holds now; None where it does not hold in `PERSISTENCE` of the newest
+    `WINDOW` rows, or there are fewer.
 
     Args:
         begun: [n] where `since` is to be read off, if not `flags`.

@@ -61,8 +61,8 @@ class Points:
 
 
 class TrackedSignals:
-    """From the snapshots of one loop's steps to points. Distributions become those of the step; counters stay what they
-    are for Prometheus."""
+    """Turns the snapshots of one loop's steps into points. Distributions become those of the step; counters stay what
+    they are for Prometheus."""
 
     def __init__(self) -> None:
         self._counted: Mapping[str, Mapping[LabelValues, BucketCounts]] = {}

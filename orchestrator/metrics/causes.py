@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """In causal order: where several hold, the one further up is looked at first."""
+    """Causes in causal order: where several hold, the one further up is looked at first."""
 
     EVALUATION_CHANGED = "evaluation_changed"
     """Two evaluations had different configurations: their scores cannot be compared."""

@@ -114,7 +114,7 @@ def _block_mismatches(gap: ReplicaGap) -> dict[str, float]:
 
 
 def _audited(now: Moment, series: Series) -> Series:
-    """Nothing without a service."""
+    """The series, or none where there is no consistency service."""
     return series if now.audits_run else {}
 
 
@@ -141,13 +141,14 @@ class Agreement(CatalogueSection, layer=4):
     correction_weight_mean = step_column("ratio", lambda step: step.report.correction_weight_mean)
     """Mean importance weight of the loss's tokens after the correction."""
     correction_ess = step_column("ratio", lambda step: step.report.correction_ess)
-    """Effective sample size of these weights, as a fraction of the tokens."""
+    """Effective sample size of the correction's weights, as a fraction of the tokens."""
     correction_zero_fraction = step_column("ratio", lambda step: step.report.correction_zero_fraction)
     """Share of the loss's tokens that the correction takes out."""
     routing_replayed = step_column("ratio", lambda step: step.report.routing_replayed_fraction)
     """Share of the trained inputs that ran on the engine's experts (trainer.replay_routing); 0 without a replay."""
     routing_fallback = step_column("ratio", lambda step: step.report.routing_fallback_fraction)
-    """Share of them that fell back to the trainer's own because the engine's are missing; 0 without a replay."""
+    """Share of the trained inputs that fell back to the trainer's own because the engine's are missing; 0 without a
+    replay."""
     consistency_gap_mean = column("nats", lambda now: _worst(now, lambda gap: gap.mean_abs), optional=True)
     """Mean |d_engine| of the newest audit, the worst replica's; -1 before the first."""
     consistency_gap_k3 = column("nats", lambda now: _worst(now, lambda gap: gap.k3), optional=True)
@@ -247,7 +248,7 @@ class Agreement(CatalogueSection, layer=4):
     replica_canary_tolerance_nats = gauge(
         "nats", lambda now: by_replica(now, lambda one: None if one.tag is None else one.tolerance_nats), REPLICA
     )
-    """Above it a canary has failed: 3 x the replica's own gap at its start."""
+    """Gap above which a canary has failed: 3 x the replica's own gap at its start."""
     digest_mismatches = counter("updates", lambda now: by_replica(now, lambda one: one.digest_mismatches), REPLICA)
     """Weight updates of which a replica received other bytes than were published."""
     verdicts = counter(

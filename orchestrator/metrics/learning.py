@@ -67,9 +67,9 @@ class DataAndReward(CatalogueSection, layer=1):
     eval_score = column("reward", lambda now: now.evaluation["eval_score"], optional="eval_version")
     """Mean reward of the newest evaluation of held-out prompts; -1 before the first."""
     eval_stderr = column("reward", lambda now: now.evaluation["eval_stderr"], optional="eval_version")
-    """Its standard error over prompts; -1 before the first."""
+    """Standard error over prompts of the newest evaluation's score; -1 before the first."""
     eval_version = column("version", lambda now: now.evaluation["eval_version"], optional=True)
-    """Version that it scored; -1 before the first."""
+    """Version that the newest evaluation scored; -1 before the first."""
     eval_fingerprint_changed = column("changes", lambda now: now.evaluation["eval_fingerprint_changed"])
     """Changes of the evaluation's configuration since the run began: scores across one do not compare."""
     evaluation_score = gauge(

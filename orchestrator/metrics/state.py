@@ -56,7 +56,7 @@ class ReplicaState(Protocol):
 
     @property
     def sampled_tokens(self) -> int:
-        """By all of its incarnations."""
+        """Tokens that all of its incarnations have sampled."""
         ...
 
 
@@ -68,7 +68,7 @@ class Ended:
     facts: StepFacts
     phases: StepPhases
     seconds: float
-    """From the end of the step before."""
+    """Wall clock since the end of the step before."""
     reward_moving_10: float
     mean_reward: Mapping[str, float]
     """Mean over all trajectories that reached a stage, by the stage's name."""
@@ -101,7 +101,7 @@ class Moment:
     retried: int
     trainer_busy_s: float
     replica_busy_s: Mapping[int, float]
-    """By slot."""
+    """Seconds in which each replica generated, by slot."""
     observing_cpu_s: float
     speeds: Mapping[str, float]
     """Columns about the slowest replica."""
@@ -141,7 +141,7 @@ class Moment:
     """Mean |d_engine| of its newest audit over that."""
     replicas: Sequence[ReplicaState]
     diagnosis: Mapping[str, Series]
-    """The doctor's, by name of the metric."""
+    """What the doctor found, by name of the metric."""
     environment: str = ""
     max_staleness: int = 0
     memory: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -44,7 +44,7 @@ class System(CatalogueSection, layer=4):
     trainer_epoch = step_column("epochs", lambda step: step.report.policy.trainer_epoch)
     """Trainer epoch of the step."""
     wall_seconds = column("seconds", lambda now: now.wall_s)
-    """Since the start of the training loop."""
+    """Wall clock since the start of the training loop."""
     dispatched = column("groups", lambda now: now.counts.total)
     """Dispatches recorded since the run began."""
     trained = column("groups", lambda now: _trained(now.counts))
@@ -98,7 +98,7 @@ class System(CatalogueSection, layer=4):
     """Generation time of the slowest replica's newest groups over the median of the others'; -1 with one replica, or
     before each has 8 groups."""
     slowest_replica = column("slot", lambda now: now.speeds["slowest_replica"], optional=True)
-    """Its slot; -1 where there is none."""
+    """Slot of the slowest replica; -1 where there is none."""
     reward_seconds = step_column("seconds", lambda step: step.facts.reward_s)
     """Mean time of the trained groups in a reward worker."""
     replica_restarts = column("restarts", lambda now: now.restarts["replica"])
@@ -145,7 +145,7 @@ class System(CatalogueSection, layer=4):
     """Groups that are generated or judged (running), wait for the trainer (ready), come again (again), wait for an
     audit (audit); versions that wait for the engines (publication)."""
     batch_wait_seconds = gauge("seconds", lambda now: single(now.batch_wait_s))
-    """For how long the trainer has been waiting for a batch now; 0 while it works."""
+    """How long the trainer has been waiting for a batch now; 0 while it works."""
     last_step_timestamp_seconds = gauge("seconds", lambda now: single(now.last_step_s))
     """Unix time at which the last step ended; before the first, at which the loop began."""
     max_staleness = gauge("steps", lambda now: single(now.max_staleness))
@@ -161,7 +161,7 @@ class System(CatalogueSection, layer=4):
     weight_update_pause_seconds = histogram("seconds", SHORT_EDGES_S)
     """Pause of a replica in a weight update."""
     store_latency_seconds = histogram("seconds", SHORT_EDGES_S, Label(name="call", values=STORE_CALLS))
-    """From the driver's call of the store to its answer."""
+    """Time from the driver's call of the store to its answer."""
     replica_version = gauge(
         "version", lambda now: by_replica(now, lambda one: one.applied and one.applied.version), REPLICA
     )

@@ -127,7 +127,7 @@ class Metric(Declared):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """In the order of the values of a series."""
+        """Names of the labels, in the order of the values of a series."""
         return tuple(label.name for label in self.labels)
 
     def max_series(self, sizes: Mapping[Extent, int]) -> int:
@@ -145,7 +145,7 @@ class CatalogueSection:
     """A part of the catalogue: each attribute declares the metric of its name, and the text below it is its help."""
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    """In the order in which they are declared."""
+    """Its metrics, in the order in which they are declared."""
 
     def __init_subclass__(cls, *, layer: int) -> None:
         helps = _texts_below(dedent(inspect.getsource(cls)))

@@ -28,7 +28,7 @@ class Figure:
     layout: Layout
 
     def spec(self) -> dict[str, object]:
-        """As plotly takes it."""
+        """The figure as plotly takes it."""
         return {"data": self.traces, "layout": self.layout}
 
 
@@ -82,7 +82,7 @@ def thinned(values: Series, size: int, reduce: Callable[[Series], float]) -> Ser
 
 
 def numbers(values: Series) -> list[float | None]:
-    """For JSON: six digits, and nothing where there is no finite number."""
+    """Values for JSON: six digits, and nothing where there is no finite number."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

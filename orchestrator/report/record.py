@@ -51,12 +51,12 @@ class RunRecord:
     """Those that are not of a single dispatch, in the order of their numbers."""
     histograms: Histograms
     counts: Counts | None
-    """None where the store cannot be read."""
+    """What became of dispatches; None where the store cannot be read."""
     notes: tuple[str, ...]
     """What the report lacks, and why."""
 
     def events_of(self, *kinds: str) -> list[PlacedEvent]:
-        """Those of the kinds, in order."""
+        """Events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
 

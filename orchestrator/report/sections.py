@@ -141,7 +141,7 @@ def attribution_section(record: RunRecord) -> PageSection:
     if found := attributed(findings):
         worst = "; ".join(f"replica {each.replica}, {each.policy}: {each.gap:.3g} nats" for each in found)
         intro = (
-            "Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual "
+            "For each replica, the audit whose gap was furthest beyond its limits, taken apart by counterfactual "
             f"recomputation ({worst})."
         )
         return said(intro=intro, figures=tuple(waterfall(each) for each in found))

@@ -180,7 +180,7 @@ def _is_routine(event: PlacedEvent) -> bool:
 
 
 def marks_table(marks: Sequence[PlacedEvent]) -> Table | None:
-    """The same for a reader without a pointer."""
+    """The marks in words, for a reader without a pointer."""
     rows = [
         (f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]
     ]

@@ -99,7 +99,7 @@ class EventLog:
             self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
 
     def all(self, lineage: Lineage) -> list[RunEvent]:
-        """In the order of their numbers, each once; what is about a step that a resume took back is left out."""
+        """Events in the order of their numbers, each once; what is about a step that a resume took back is left out."""
         return [event for epoch, event in self._events if event.kind not in OF_A_STEP or _counts(lineage, epoch, event)]
 
     def newest(self) -> str:

@@ -48,7 +48,7 @@ class StepRows:
         if self._columns and absent:
             notes.append(
                 f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs "
-                "them sees nothing"
+                "them has no data"
             )
         if strange:
             notes.append(

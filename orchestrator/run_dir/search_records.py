@@ -26,7 +26,7 @@ _Taken = TypeVar("_Taken")
 
 
 class SearchRecords:
-    """One driver's life."""
+    """The searches of one driver's life."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Moments:
 
     @property
     def wall_s(self) -> float:
-        """Since the loop began."""
+        """Wall clock since the loop began."""
         return time.monotonic() - self._begun
 
     def step(self, done: StepDone) -> Ended:
