@@ -2,6 +2,7 @@
 store's counts and the places of events."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -101,10 +102,7 @@ def _epochs(events: Sequence[RunEvent]) -> list[tuple[int, int]]:
 
 def _counts(run: RunDir) -> tuple[Counts | None, tuple[str, ...]]:
     try:
-        reader = open_reader(run.path)
-        try:
+        with closing(open_reader(run.path)) as reader:
             return reader.counts(), ()
-        finally:
-            reader.close()
     except StoreError as error:
         return None, (f"the accounting of dispatches is missing: {error}",)

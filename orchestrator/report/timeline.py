@@ -11,7 +11,6 @@ from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import (
     PALE_INK,
     Figure,
-    Series,
     Trace,
     axis,
     bin_size,
@@ -24,7 +23,7 @@ from orchestrator.report.drawing import (
 )
 from orchestrator.report.page import Table, table_of
 from orchestrator.report.record import PlacedEvent, RunRecord
-from orchestrator.run_dir.record import Record
+from orchestrator.run_dir.record import Record, Values
 from rollout.store.sqlite.journal import EventKind
 
 MOST_LINES = 60
@@ -140,11 +139,11 @@ def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
     return ", ".join((*names, *more, *absent))
 
 
-def _values(rows: Record, curve: Curve, size: int) -> Series:
+def _values(rows: Record, curve: Curve, size: int) -> Values:
     return thinned(rows.column(curve.column), size, lambda block: float(block.max() if curve.largest else block.mean()))
 
 
-def _curve(curve: Curve, colour: str, steps: Series, values: Series, y: str) -> Trace:
+def _curve(curve: Curve, colour: str, steps: Values, values: Values, y: str) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines" if len(steps) > 1 else "markers",

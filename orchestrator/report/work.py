@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.metrics.layers import LAYERS
-from orchestrator.report.drawing import INK, Figure, Series, Trace, axis, layout_of, numbers, thinned
-from orchestrator.run_dir.record import Record
+from orchestrator.report.drawing import INK, Figure, Trace, axis, layout_of, numbers, thinned
+from orchestrator.run_dir.record import Record, Values
 from rollout.types.dispatch import Counts
 
 MOST_BARS = 120
@@ -49,11 +49,11 @@ def phases_figure(rows: Record) -> Figure | None:
     return Figure(key="phases", traces=traces, layout=layout)
 
 
-def _mean(values: Series, size: int) -> Series:
+def _mean(values: Values, size: int) -> Values:
     return thinned(values, size, lambda block: float(block.mean()))
 
 
-def _bars(name: str, colour: str, steps: Series, values: Series) -> Trace:
+def _bars(name: str, colour: str, steps: Values, values: Values) -> Trace:
     return {
         "type": "bar",
         "name": name,
