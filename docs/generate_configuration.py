@@ -163,7 +163,7 @@ def described(model: type[BaseModel]) -> str:
 
 
 def table_of(model: type[BaseModel]) -> str:
-    """One row a key. A key that chooses the kind, or that is a section of its own, is told about elsewhere."""
+    """One row a key. A key that chooses the kind, or that is a section of its own, is described elsewhere."""
     meanings = field_meanings(model)
     schema: dict[str, Any] = model.model_json_schema()
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
@@ -262,10 +262,10 @@ def kind_of_metric(metric: Metric) -> str:
 def labels_of(metric: Metric) -> str:
     """Each label with the set that its values come from."""
 
-    def told(label: Label) -> str:
+    def described_label(label: Label) -> str:
         return f"`{label.name}`: " + (str(label.extent) if label.extent else ", ".join(label.values))
 
-    return "; ".join(map(told, metric.labels))
+    return "; ".join(map(described_label, metric.labels))
 
 
 def block_metrics_table() -> str:

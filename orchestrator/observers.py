@@ -70,7 +70,7 @@ class ReplicaFailure:
     policy: PolicyVersion | None = None
     """The policy that it was to take over, where it failed at that."""
     canary_gap_nats: float = 0.0
-    """Of its newest answer to a canary."""
+    """Gap of its newest answer to a canary."""
     tolerance_nats: float = 0.0
 
 

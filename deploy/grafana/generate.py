@@ -46,8 +46,8 @@ same as in the [report](report.md): {colours}.
 
 What a push meets: Grafana that cannot be reached or answers with a server error is asked five times; a token that is
 not accepted, a version before 11, another dashboard of the same title, and a dashboard that somebody changes
-meanwhile are told with the cure. Nothing is written over unseen. Each change is told when it is made; one that comes
-before an error stays, and the next push goes on from there.
+meanwhile are errors that say the cure. Nothing is written over unseen. Each change is printed when it is made; one that
+comes before an error stays, and the next push goes on from there.
 """
 
 

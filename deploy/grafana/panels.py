@@ -33,7 +33,7 @@ class Dashboard:
     title: str
     about: str
     layer: int
-    """Of the panels that name none."""
+    """For panels that name none of their own."""
     panels: tuple[Panel, ...]
 
 

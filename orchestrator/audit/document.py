@@ -15,7 +15,7 @@ from trainer.consistency.dump.report import DumpReport
 from trainer.types.evidence import Attribution, CheckFinding, CheckSeverity
 
 _EXAMPLES = 3
-"""Rows of a kind of finding that are told in full."""
+"""Rows of a kind of finding that are shown in full."""
 _POSITIONS = 16
 """Positions of a finding that are listed."""
 _ORDER = (CheckSeverity.FAIL, CheckSeverity.INCOMPLETE, CheckSeverity.WARN)
@@ -25,7 +25,7 @@ class Example(TypedDict):
     """One row of a finding."""
 
     row: int | None
-    """From 0; None: about the dump as a whole."""
+    """Number of the row, from 0; None: about the dump as a whole."""
     place: str
     detail: str
     positions: list[int]

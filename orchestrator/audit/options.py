@@ -28,14 +28,14 @@ class AuditOptions:
         typer.Option(metavar="KEY=NAME", help="Name of a column, such as logprobs=rollout_logprobs; may be repeated."),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="Of all rows; without it each row's own column, else 1.")
+        float | None, typer.Option(help="Temperature of all rows; without it each row's own column, else 1.")
     ] = None
     top_p: Annotated[
-        float | None, typer.Option(help="Of all rows; without it each row's own column, else 1 (off).")
+        float | None, typer.Option(help="Top-p of all rows; without it each row's own column, else 1 (off).")
     ] = None
-    top_k: Annotated[int | None, typer.Option(help="Of all rows; without it each row's own column, else 0 (off).")] = (
-        None
-    )
+    top_k: Annotated[
+        int | None, typer.Option(help="Top-k of all rows; without it each row's own column, else 0 (off).")
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="What the scores are computed in: your trainer's dtype.")
     ] = "float32"

@@ -54,7 +54,7 @@ def _checked(document: AuditDocument) -> list[str]:
     under = "each token at its version" if document["weights"] is not None else "every token with this one model"
     said = ", ".join(f"{key} {value:g}" for key, value in document["sampling"].items())
     assumed = [f"{key} of {count} rows" for key, count in counts["rows_assumed"].items() if count]
-    silent = f"; nobody says {', '.join(assumed)}: temperature 1 without truncation assumed" if assumed else ""
+    silent = f"; not given: {', '.join(assumed)}, so temperature 1 without truncation is assumed" if assumed else ""
     return [
         f"checked: {rows}; {tokens}",
         f"evidence: {versions}; scored {under}, in {document['dtype']}; engine {document['engine_dtype']}",

@@ -1,5 +1,5 @@
 """`concord dashboards push`: brings folder, data source and dashboards of a Grafana to what `deploy/grafana` says, and
-tells what changed.
+says what changed.
 
 Idempotent: what is as it should be is left alone. A dashboard that somebody else changes meanwhile is read again, never
 written over unseen.
@@ -40,8 +40,8 @@ class Became(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What became of one thing in Grafana."""
+class PushResult:
+    """What a push did to one thing in Grafana."""
 
     became: Became
     what: str
@@ -136,7 +136,7 @@ class Grafana:
             raise
 
     def version(self) -> str:
-        """Of the server.
+        """The server's version.
 
         Raises:
             UserError: older than the dashboards need.
@@ -165,13 +165,13 @@ def _address(url: str, option: str, expected: str) -> SplitResult:
 
 
 def _fields(answer: object) -> Body:
-    """Of an answer that should be an object; none where it is not."""
+    """The fields of an answer that should be an object; none where it is not."""
     return cast("Body", answer) if isinstance(answer, Mapping) else {}
 
 
-def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> Iterator[Change]:
-    """Bring folder, data source and all dashboards to what they should be, in this order; each change is told when it
-    is made.
+def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> Iterator[PushResult]:
+    """Bring folder, data source and all dashboards to what they should be, in this order; each change is yielded when
+    it is made.
 
     Raises:
         UserError: an address, the server, the token or the files are not what they should be; what was done before
@@ -194,32 +194,32 @@ def push(grafana: Grafana, prometheus_url: str, source: Path = DASHBOARDS) -> It
         raise UserError(f"Grafana refused a request with status {error.status}: {error.message}") from error
 
 
-def _folder(grafana: Grafana) -> Change:
+def _folder(grafana: Grafana) -> PushResult:
     folders, what = grafana.face.folder, f"folder {FOLDER_TITLE}"
     there = grafana.found(lambda: folders.get_folder(FOLDER_UID))
     if there is None:
         grafana.ask(lambda: folders.create_folder(FOLDER_TITLE, uid=FOLDER_UID))
-        return Change(Became.CREATED, what)
+        return PushResult(Became.CREATED, what)
     if there["title"] == FOLDER_TITLE:
-        return Change(Became.UNCHANGED, what)
+        return PushResult(Became.UNCHANGED, what)
     grafana.ask(lambda: folders.update_folder(FOLDER_UID, FOLDER_TITLE, version=there["version"]))
-    return Change(Became.UPDATED, what)
+    return PushResult(Became.UPDATED, what)
 
 
-def _source(grafana: Grafana, url: str) -> Change:
+def _source(grafana: Grafana, url: str) -> PushResult:
     sources, what = grafana.face.datasource, f"data source {SOURCE_NAME} ({url})"
     wanted = {"name": SOURCE_NAME, "uid": SOURCE_UID, "type": "prometheus", "access": "proxy", "url": url}
     there = grafana.found(lambda: sources.get_datasource_by_name(SOURCE_NAME))
     if there is None:
         grafana.ask(lambda: sources.create_datasource(wanted))
-        return Change(Became.CREATED, what)
+        return PushResult(Became.CREATED, what)
     if all(there.get(key) == value for key, value in wanted.items()):
-        return Change(Became.UNCHANGED, what)
+        return PushResult(Became.UNCHANGED, what)
     grafana.ask(lambda: sources.update_datasource(there["id"], {**there, **wanted}))
-    return Change(Became.UPDATED, what)
+    return PushResult(Became.UPDATED, what)
 
 
-def _dashboard(grafana: Grafana, wanted: Body) -> Change:
+def _dashboard(grafana: Grafana, wanted: Body) -> PushResult:
     """A dashboard whose version moved between reading and writing is read again: 412 is the server's word for it.
 
     Raises:
@@ -229,7 +229,7 @@ def _dashboard(grafana: Grafana, wanted: Body) -> Change:
     for _ in range(CONFLICTS):
         there = grafana.found(lambda: boards.get_dashboard(wanted["uid"]))
         if there is not None and _same(there, wanted):
-            return Change(Became.UNCHANGED, what)
+            return PushResult(Became.UNCHANGED, what)
         # Without `overwrite` the server refuses what was not made from its newest version.
         known = {} if there is None else {"id": there["dashboard"]["id"], "version": there["dashboard"]["version"]}
         document = {
@@ -240,7 +240,7 @@ def _dashboard(grafana: Grafana, wanted: Body) -> Change:
         }
         try:
             grafana.ask(lambda document=document: boards.update_dashboard(document))
-            return Change(Became.CREATED if there is None else Became.UPDATED, what)
+            return PushResult(Became.CREATED if there is None else Became.UPDATED, what)
         except _RefusedError as error:
             if error.status != 412:
                 raise

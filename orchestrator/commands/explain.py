@@ -4,6 +4,7 @@ dispatch."""
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -31,8 +32,7 @@ def explain_trajectory(path: Path, wanted: str) -> None:
         UserError: the run or the id does not exist.
     """
     run, config = open_run_dir(path)
-    reader = open_reader(run.path)
-    try:
+    with closing(open_reader(run.path)) as reader:
         dispatch_id = reader.dispatch_of_trajectory(wanted) or wanted
         record = reader.dispatch_record(dispatch_id)
         if record is None:
@@ -58,8 +58,6 @@ def explain_trajectory(path: Path, wanted: str) -> None:
                 _show_trajectory(
                     console, group, index, tokenizer, trained, found, named, tokens=wanted == trajectory.trajectory_id
                 )
-    finally:
-        reader.close()
 
 
 def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:

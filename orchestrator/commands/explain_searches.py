@@ -5,8 +5,7 @@ from typing import Any
 
 from orchestrator.commands.gradloc import MISSING_THRESHOLD, number_text
 from orchestrator.run_dir.layout import RunDir
-from orchestrator.run_dir.search_records import search_files, stored_search
-from rollout.errors import UserError, boundary
+from orchestrator.run_dir.search_records import readable_searches
 
 ACTED = {
     "nothing": "nothing was done about it",
@@ -20,18 +19,11 @@ ACTED = {
 def culprit_lines(run: RunDir) -> tuple[Mapping[str, Sequence[str]], Sequence[str]]:
     """Trajectory -> one line for each time that a search named one of its tokens, in the order of the steps; and which
     files are left out, and why."""
+    named, left_out = readable_searches(run.gradloc, _of_file)
     lines: dict[str, list[str]] = {}
-    left_out: list[str] = []
-    for file in search_files(run.gradloc):
-        try:
-            with boundary(UserError, f"cannot read {file} (move the file away, or copy the run directory again)"):
-                named = list(_of_file(stored_search(file)))
-        except UserError as error:
-            left_out.append(f"a gradient search is left out: {error}")
-            continue
-        for trajectory_id, line in named:
-            lines.setdefault(trajectory_id, []).append(line)
-    return lines, left_out
+    for trajectory_id, line in named:
+        lines.setdefault(trajectory_id, []).append(line)
+    return lines, [f"a gradient search is left out: {why}" for why in left_out]
 
 
 def _of_file(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -10,13 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.commands.tables import say, table_of
+from orchestrator.doctor.findings import counted
 from orchestrator.run_dir.layout import open_run_dir
 from orchestrator.run_dir.search_records import read_searches
 from rollout.errors import UserError
 
 BAR_CELLS = 24
 MISSING_THRESHOLD = "not known"
-"""Of a search before the calibration has a threshold."""
+"""In the place of a threshold: the search ran before the calibration had one."""
 MEANINGS = {
     "omega": "importance ratio pi_now / pi_rollout",
     "sequence_ratio": "its geometric mean over the trajectory",
@@ -51,7 +52,7 @@ def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> Non
 
 
 def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
-    """By key, or by number: the newest epoch's then."""
+    """The search of a step by its key, or by its number: then the newest epoch's."""
     matching = [each for each in found if step in (each["policy"], str(each["step"]))]
     if not matching:
         known = ", ".join(each["policy"] for each in found[-20:])
@@ -100,12 +101,12 @@ def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
         console,
         f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits "
         f"explain {number_text(search['explained'], 'a share not measured')} of the squared norm; "
-        f"{_counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, "
+        f"{counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, "
         f"{search['seconds']:.3g} s",
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
-        terms = _counted(search["removed_terms"], "term", "terms")
+        terms = counted(search["removed_terms"], "term")
         say(
             console,
             f"  {terms} left the loss; norm of the step that was applied instead "
@@ -156,10 +157,6 @@ def _blocks(culprit: dict[str, Any]) -> Table:
         ratio = number_text(culprit["block_ratios"][block]) if block in culprit["block_ratios"] else ""
         table.add_row(block, number_text(norm), ratio, Text("█" * cells, style="red" if norm is None else "cyan"))
     return table
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def number_text(value: float | None, missing: str = "not finite") -> str:

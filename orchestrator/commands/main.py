@@ -22,6 +22,7 @@ app = typer.Typer(
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the config; may be repeated.")
 ]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")]
 
 
 def main() -> None:
@@ -84,9 +85,7 @@ def run(
 
 
 @app.command()
-def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")], set_: SetOption = None
-) -> None:
+def resume(run_dir: RunArgument, set_: SetOption = None) -> None:
     """Continue a run from its last checkpoint."""
     from orchestrator.commands.run import run_again
 
@@ -107,7 +106,7 @@ def tiny(
 
 @app.command()
 def explain(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    run_dir: RunArgument,
     trajectory: Annotated[str, typer.Argument(help="Id of a trajectory, such as d00000012-3, or of its dispatch.")],
 ) -> None:
     """Show a trajectory: tokens with versions and log-probs, reward, outcome."""
@@ -118,7 +117,7 @@ def explain(
 
 @app.command()
 def gradloc(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    run_dir: RunArgument,
     step: Annotated[
         str | None, typer.Argument(help="A searched step, such as 12 or e1-v12; without it, all searches.")
     ] = None,
@@ -163,7 +162,7 @@ def report(
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    run_dir: RunArgument,
     step: Annotated[
         str, typer.Argument(help="Folder in saved_steps, such as 12: the version that the step was to produce.")
     ],

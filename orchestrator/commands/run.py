@@ -30,7 +30,7 @@ def run_new(config: RunConfig, default_name: str) -> None:
     """`concord run`."""
     refuse_taken_name(config)
     refuse_missing(config)
-    build_reward(config.reward)  # a function that cannot be imported is told before a model is built for it
+    build_reward(config.reward)  # a function that cannot be imported is reported before a model is built for it
     reporter = reporter_for_stdout()
     with _exporter(config) as exporter:
         reporter.say("preparing the model")
@@ -52,7 +52,7 @@ def run_again(path: Path, overrides: list[str]) -> None:
 
 
 def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter | None]:
-    """Listens before anything else starts: a port that is taken is told at once."""
+    """Listens before anything else starts: a port that is taken is reported at once."""
     return Exporter(config.exporter.host, config.exporter.port) if config.exporter.enabled else contextlib.nullcontext()
 
 
@@ -68,9 +68,8 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     _report(run, reporter)
-    run.prometheus_targets.unlink(
-        missing_ok=True
-    )  # an end in order is no endpoint that does not answer, and its port may soon be another's
+    # An end in order is no endpoint that does not answer, and its port may soon be another's.
+    run.prometheus_targets.unlink(missing_ok=True)
     show_summary(run, summary)
     if summary["version"] != config.run.steps:
         reporter.say(f"stopped at step {summary['version']} of {config.run.steps}, which has a checkpoint; {go_on}")

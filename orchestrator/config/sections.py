@@ -65,7 +65,7 @@ class DeadlinesConfig(Section):
     restart_pause_s: PositiveFloat = 1.0
     """Before a replica that could not be started is started again; twice as long each time, up to a minute."""
     shutdown_s: PositiveFloat = 10.0
-    """For the running step and the last checkpoint, after Ctrl-C or SIGTERM."""
+    """Time for the running step and the last checkpoint, after Ctrl-C or SIGTERM."""
 
 
 class ExporterConfig(Section):

@@ -65,7 +65,7 @@ class Accounts(Observer):
         self.reward_last = 0.0
         self.pauses: deque[float] = deque(maxlen=10_000)
         self.longest_pause_s = 0.0
-        """Of a replica in the last weight update."""
+        """Longest pause of a replica in the last weight update."""
         self.weight_updates = 0
         self.trained_tokens = 0
         self.trained_samples = 0

@@ -16,7 +16,7 @@ class Advice:
     """What to do about a cause, and what not."""
 
     do: tuple[str, ...]
-    """In order; the first is the first thing to do."""
+    """What to do, in this order."""
     do_not: tuple[str, ...]
 
 

@@ -46,15 +46,15 @@ class Comparison:
     last_step: int
     reward: Change
     score: Change
-    """By the fitted line, which may leave the range of scores."""
+    """Change of the score by the fitted line, which may leave the range of scores."""
     ends: Change
-    """From the first quarter of the scores to the last: a line does not see a fall that is over soon."""
+    """Change from the first quarter of the scores to the last: a line does not see a fall that is over soon."""
     first_score: float
     last_score: float
 
 
 def compared(record: Record, least_points: int) -> Comparison | None:
-    """Over the newest line of evaluations; None with fewer points than `least_points`."""
+    """Training reward and score over the newest line of evaluations; None with fewer points than `least_points`."""
     every = lines(record)
     points = every[-1].points if every else ()
     if not points or len(points) < least_points:
@@ -82,7 +82,7 @@ def compared(record: Record, least_points: int) -> Comparison | None:
 
 
 def _mean(values: Values, errors: Values) -> tuple[float, float]:
-    """Weighted by the errors, with its own."""
+    """Mean weighted by the errors, and its own standard error."""
     weights = 1.0 / np.square(errors)
     return float((weights * values).sum() / weights.sum()), float(1.0 / np.sqrt(weights.sum()))
 

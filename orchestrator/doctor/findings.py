@@ -24,9 +24,9 @@ class Severity(StrEnum):
         return tuple(Severity).index(self) + 1
 
 
-def counted(number: int, what: str) -> str:
-    """`1 step`, `3 steps`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, what: str, several: str = "") -> str:
+    """`1 step`, `3 steps`; `several` is the plural where it is not made by an s."""
+    return f"{number} {what if number == 1 else several or f'{what}s'}"
 
 
 Numbers: TypeAlias = tuple[tuple[str, float], ...]

@@ -17,8 +17,8 @@ HARD_SHARE = 0.9
 HARD_FROM_START = 0.5
 """The same at the start of the run: where groups were solved before, the policy was lost, not the prompts."""
 FLAT_SHARE = 0.5
-"""Share of groups without any difference, neither solved nor lost, above which the reward does not tell answers
-apart."""
+"""Share of groups without any difference, neither solved nor lost, above which the reward does not distinguish
+answers."""
 LEAST_PASS = 0.3
 MOST_PASS = 0.7
 """Mean reward, of rewards between 0 and 1, between which prompts teach most."""
@@ -93,8 +93,8 @@ def wrong_difficulty(record: Record) -> Finding | None:
     low = level(rewards[-WINDOW:]) < LEAST_PASS
     outside = (rewards < LEAST_PASS) | (rewards > MOST_PASS)
     found = held(record, rewards, outside, (rewards < LEAST_PASS) if low else (rewards > MOST_PASS))
-    told = any(rule(record) is not None for rule in (easy_prompts, hard_prompts, flat_reward))
-    if found is None or told or not 0.0 <= found.level <= 1.0:
+    explained = any(rule(record) is not None for rule in (easy_prompts, hard_prompts, flat_reward))
+    if found is None or explained or not 0.0 <= found.level <= 1.0:
         return None
     reward = change(rewards, WINDOW)
     if reward is not None and reward.falls(REWARD_ERRORS):

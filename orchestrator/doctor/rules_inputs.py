@@ -11,7 +11,7 @@ from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record, RunEvent
 
 PAST_STEPS = 200
-"""Events whose newest lies further back are told as `info`."""
+"""Where the newest event lies further back than this many steps, the finding is only `info`."""
 DUPLICATE_SHARE = 0.05
 """Share of repeated prompts in one pass that is worth a warning."""
 FAILURE_WINDOW = 20

@@ -46,16 +46,16 @@ def non_finite(record: Record) -> Finding | None:
     bad = steps[np.logical_or.reduce([np.zeros(steps.size, np.bool_), *broken.values()])]
     if events:
         reasons = "; ".join(sorted({event.text("reason") for event in events}))
-        told = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({reasons})"
+        summary = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({reasons})"
         series = [("step_skipped", len(events))]
     else:
-        told = f"{' and '.join(broken)} not finite in {counted(bad.size, 'step')}"
+        summary = f"{' and '.join(broken)} not finite in {counted(bad.size, 'step')}"
         series = [(name, int(flags.sum())) for name, flags in broken.items()]
     return Finding(
         Cause.NON_FINITE,
         Severity.CRITICAL,
         min([*(event.step for event in events), *bad.tolist()[:1]]),
-        told,
+        summary,
         tuple(Evidence(name, first, record.last_step, (("steps", float(count)),)) for name, count in series),
     )
 

@@ -101,7 +101,7 @@ def _medians(values: Values, before: slice, after: slice) -> Change:
 
 
 def _kl(record: Record) -> str:
-    """To version 0 where the run has a reference, else of old against new log-probs."""
+    """KL to version 0 where the run has a reference, else of old against new log-probs."""
     return "reference_kl" if level(record.column("reference_kl")) > 0 else "approx_kl"
 
 

@@ -87,12 +87,12 @@ def length_reward(record: Record) -> Finding | None:
         numbers = (("mean", level(correlation)), ("limit", LENGTH_CORRELATION))
         begin, end = int(record.steps[rows[0]]), int(record.steps[rows[-1]])
         evidence.append(Evidence("reward_length_correlation", begin, end, numbers))
-    told = f"length grew from {length.before:.3g} to {length.after:.3g} tokens"
+    growth = f"length grew from {length.before:.3g} to {length.after:.3g} tokens"
     if both is None:
-        summary = f"{told}, and within groups the reward goes with it (correlation {level(correlation):.2f})"
+        summary = f"{growth}, and within groups the reward goes with it (correlation {level(correlation):.2f})"
         return Finding(Cause.LENGTH_REWARD, Severity.WARN, int(record.steps[0]), summary, tuple(evidence))
     summary = (
-        f"{told} while the reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} and the evaluation "
+        f"{growth} while the reward rose from {both.reward.before:.2f} to {both.reward.after:.2f} and the evaluation "
         "did not follow"
     )
     evidence = [*_reward_and_score(both), *evidence]

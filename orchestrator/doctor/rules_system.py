@@ -20,11 +20,11 @@ _HARMFUL = (Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.V
 """Nothing downstream can repair these."""
 
 
-def disagreement(cause: Cause, told_as: str) -> Callable[[Record], Finding | None]:
-    """A rule: the consistency service named `told_as` as the cause of a gap."""
+def disagreement(cause: Cause, named: str) -> Callable[[Record], Finding | None]:
+    """A rule: the consistency service named `named` as the cause of a gap."""
 
     def rule(record: Record) -> Finding | None:
-        events = [event for event in record.of_kind("consistency_finding") if event.text("cause") == told_as]
+        events = [event for event in record.of_kind("consistency_finding") if event.text("cause") == named]
         if not events:
             return None
         worst, replicas = max(events, key=_gap), ", ".join(sorted({event.text("replica") for event in events}))
@@ -39,7 +39,7 @@ def disagreement(cause: Cause, told_as: str) -> Callable[[Record], Finding | Non
             events[0].step,
             f"replica {replicas} differs from the trainer ({counted(len(events), 'finding')}): "
             f"{worst.text('detail') or worst.text('codes')}",
-            (Evidence("consistency_finding", events[0].step, events[-1].step, numbers, told_as),),
+            (Evidence("consistency_finding", events[0].step, events[-1].step, numbers, named),),
         )
 
     return rule
@@ -54,7 +54,7 @@ def _present(record: Record, newest: RunEvent, severity: Severity) -> Severity:
     return Severity.INFO if record.last_step - newest.step > PAST_STEPS else severity
 
 
-def told(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[Record], Finding | None]:
+def of_events(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[Record], Finding | None]:
     """A rule: events of these kinds happened."""
 
     def rule(record: Record) -> Finding | None:
@@ -75,10 +75,10 @@ def told(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Callable[[
     return rule
 
 
-gap_drift = told(Cause.GAP_DRIFT, ("consistency_drift",), Severity.WARN)
-routing_incomplete = told(Cause.ROUTING_INCOMPLETE, ("routing_incomplete",), Severity.WARN)
-replica_failures = told(Cause.REPLICA_FAILURES, ("replica_failed", "replica_start_failed"), Severity.WARN)
-worker_lost = told(Cause.WORKER_LOST, ("worker_lost", "auditor_lost"), Severity.WARN)
+gap_drift = of_events(Cause.GAP_DRIFT, ("consistency_drift",), Severity.WARN)
+routing_incomplete = of_events(Cause.ROUTING_INCOMPLETE, ("routing_incomplete",), Severity.WARN)
+replica_failures = of_events(Cause.REPLICA_FAILURES, ("replica_failed", "replica_start_failed"), Severity.WARN)
+worker_lost = of_events(Cause.WORKER_LOST, ("worker_lost", "auditor_lost"), Severity.WARN)
 engine_failures = failures(Cause.ENGINE_FAILURES, ("engine",), Severity.WARN, least_share=0.02)
 reward_worker = failures(Cause.REWARD_WORKER, ("reward_worker_died",), Severity.WARN, least_share=0.01)
 

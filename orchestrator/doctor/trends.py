@@ -27,11 +27,11 @@ class Change:
         return self.after / self.before if self.before > 0 and self.after > 0 else 1.0
 
     def rises(self, errors: float = 4.0) -> bool:
-        """Up by more than so many standard errors."""
+        """Whether it went up by more than so many standard errors."""
         return self.size > errors * self.error
 
     def falls(self, errors: float = 4.0) -> bool:
-        """Down by more than so many standard errors."""
+        """Whether it went down by more than so many standard errors."""
         return -self.size > errors * self.error
 
 
@@ -42,7 +42,7 @@ def level(values: Values) -> float:
 
 
 def change(values: Values, window: int) -> Change | None:
-    """From the first `window` finite values to the last `window`; None where they would overlap."""
+    """Change from the first `window` finite values to the last `window`; None where they would overlap."""
     finite = values[np.isfinite(values)]
     if finite.size < 2 * window:
         return None
@@ -57,7 +57,7 @@ def share(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
 
 
 def fitted_change(at: Values, values: Values, errors: Values) -> Change:
-    """Over the whole stretch of `at`, by a straight line through values with known standard errors."""
+    """Change over the whole stretch of `at`, by a straight line through values with known standard errors."""
     weights = 1.0 / np.square(errors)
     total = weights.sum()
     centre = float((weights * at).sum() / total)

@@ -27,7 +27,8 @@ class Held:
 
 
 def held(record: Record, values: Values, flags: Flags, begun: Flags | None = None) -> Held | None:
-    """None where `flags` [n] do not hold in `PERSISTENCE` of the newest `WINDOW` rows, or there are fewer.
+    """The condition `flags` [n], where it holds now; None where it does not hold in `PERSISTENCE` of the newest
+    `WINDOW` rows, or there are fewer.
 
     Args:
         begun: [n] where `since` is to be read off, if not `flags`.
@@ -38,12 +39,12 @@ def held(record: Record, values: Values, flags: Flags, begun: Flags | None = Non
 
 
 def newest(record: Record, series: str, *numbers: tuple[str, float], rows: int = WINDOW) -> Evidence:
-    """Of the last `rows` rows."""
+    """Numbers that a rule read off the last `rows` rows of a series."""
     return Evidence(series, int(record.steps[-rows]), record.last_step, numbers)
 
 
 def moved(record: Record, series: str, change: Change, *numbers: tuple[str, float]) -> Evidence:
-    """Over the whole run."""
+    """How far a series moved over the whole run."""
     return Evidence(
         series, int(record.steps[0]), record.last_step, (("from", change.before), ("to", change.after), *numbers)
     )

@@ -12,7 +12,7 @@ from orchestrator.metrics.catalogue import DECLARED
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.state import LabelValues
-from orchestrator.metrics.types import MetricType
+from orchestrator.metrics.types import MetricType, labels_text
 from trainer.types.histograms import BucketCounts
 
 LEFT_OUT: Mapping[str, str] = {
@@ -61,15 +61,15 @@ class Points:
 
 
 class TrackedSignals:
-    """From the snapshots of one loop's steps to points. Distributions become those of the step; counters stay what they
-    are for Prometheus."""
+    """Turns the snapshots of one loop's steps into points. Distributions become those of the step; counters stay what
+    they are for Prometheus."""
 
     def __init__(self) -> None:
         self._counted: Mapping[str, Mapping[LabelValues, BucketCounts]] = {}
         self._begun: set[str] = set()
 
     def of_step(self, snapshot: Snapshot) -> list[Points]:
-        """Of a step that has just ended."""
+        """What was measured at a step that has just ended."""
         step = int(snapshot.numbers["concord_step"][()])
         numbers = {tag: value for tag, value, awaits in _numbers(snapshot) if not awaits or self._has_begun(tag, value)}
         before, self._counted = self._counted, snapshot.distributions
@@ -82,8 +82,8 @@ class TrackedSignals:
         return tag in self._begun
 
     def of_score(self, snapshot: Snapshot) -> list[Points]:
-        """Of the newest evaluation, at the version that it scored; scores of another configuration are another
-        curve."""
+        """The score of the newest evaluation, at the version that it scored; scores of another configuration are
+        another curve."""
         scores, version, error = (
             snapshot.numbers.get(f"concord_{name}", {}) for name in ("evaluation_score", "eval_version", "eval_stderr")
         )
@@ -113,12 +113,11 @@ def tag_of(name: str, labels: LabelValues = ()) -> str:
 def _tag(name: str, label_names: tuple[str, ...], labels: LabelValues) -> str:
     metric = DECLARED[name]
     group = f"{metric.diagnosis_layer} {LAYERS[metric.diagnosis_layer].name}"
-    told = ",".join(f"{label}={value}" for label, value in zip(label_names, labels, strict=True))
-    return f"{group}: {metric.column}/{told}" if labels else f"{group}/{metric.column}"
+    return f"{group}: {metric.column}/{labels_text(label_names, labels)}" if labels else f"{group}/{metric.column}"
 
 
 BY_SCORE = frozenset(("concord_evaluation_score", "concord_eval_stderr"))
-"""Of a version that was scored, not of a step."""
+"""Signals about a version that was scored, not about a step."""
 
 
 def _numbers(snapshot: Snapshot) -> Iterator[tuple[str, float, bool]]:

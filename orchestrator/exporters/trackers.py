@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run. One that fails is told once and dropped. A context manager."""
+    """The trackers of a run. One that fails is reported once and dropped. A context manager."""
 
     def __init__(
         self,

@@ -186,7 +186,7 @@ async def _run(
         await loop.run(companions)
     finally:
         recorder.flush()
-        for trouble in parts.book.side_files.untold():
+        for trouble in parts.book.side_files.take_unreported():
             reporter.say(trouble)
     await parts.doctor.look()
     parts.book.recounts(await parts.book.store.counts())

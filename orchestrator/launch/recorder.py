@@ -61,7 +61,7 @@ class StepRecorder(Observer):
             await self._observing.step(done, row)
         with spared("weights that nothing refers to any more"):
             self._parts.checkpoints.prune(policy)
-        await self._side_files.tell()
+        await self._side_files.report()
 
     async def score_taken(self) -> None:
         """The trackers get it."""

@@ -140,7 +140,7 @@ class GapWatch(Observer):
         )
         with self._book.side_files.spared("baseline.json"):
             self._baselines.set(baseline)
-        await self._book.side_files.tell()
+        await self._book.side_files.report()
         fields = {
             "replica": gap.replica,
             "mean_abs_nats": gap.mean_abs,

@@ -24,7 +24,7 @@ class StepLog:
         await self._searched(policy, report)
         if report.not_saved:
             self._book.side_files.failed("saved_steps", report.not_saved)
-        await self._book.side_files.tell()
+        await self._book.side_files.report()
 
     async def applied(self, done: StepDone) -> None:
         """It was applied and published."""

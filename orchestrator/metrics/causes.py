@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """In causal order: where several hold, the one further up is looked at first."""
+    """Causes in causal order: where several hold, the one further up is looked at first."""
 
     EVALUATION_CHANGED = "evaluation_changed"
     """Two evaluations had different configurations: their scores cannot be compared."""
@@ -32,8 +32,8 @@ class Cause(StrEnum):
     """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the
     reward does not rise, else `info`."""
     FLAT_REWARD = "flat_reward"
-    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not tell answers
-    apart."""
+    """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not
+    distinguish answers."""
     GROUPS_ALIKE = "groups_alike"
     """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a
     batch."""

@@ -4,13 +4,13 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from orchestrator.metrics.state import Moment, Replica, Series
+from orchestrator.metrics.state import Moment, ReplicaState, Series
 from orchestrator.metrics.types import (
     OTHER,
     UNMEASURED,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     by,
     column,
     counter,
@@ -66,7 +66,7 @@ def _worst(now: Moment, value: Callable[[ReplicaGap], float]) -> float:
 
 
 def _routings(now: Moment) -> list[RoutingAgreement]:
-    """Of the replicas that returned routing, or should have."""
+    """Routing in the newest audits of the replicas that returned it, or should have."""
     return [gap.routing for gap in now.newest_gaps.values() if gap.routing is not None]
 
 
@@ -87,7 +87,7 @@ def _by_gap_and(now: Moment, values: Callable[[ReplicaGap], Mapping[str, float]]
     return {(str(gap.replica), name): value for gap in now.gaps for name, value in values(gap).items()}
 
 
-def by_replica(now: Moment, value: Callable[[Replica], float | None]) -> Series:
+def by_replica(now: Moment, value: Callable[[ReplicaState], float | None]) -> Series:
     """A value of each replica; none where it has none."""
     return {(str(one.slot),): found for one in now.replicas if (found := value(one)) is not None}
 
@@ -114,7 +114,7 @@ def _block_mismatches(gap: ReplicaGap) -> dict[str, float]:
 
 
 def _audited(now: Moment, series: Series) -> Series:
-    """Nothing without a service."""
+    """The series, or none where there is no consistency service."""
     return series if now.audits_run else {}
 
 
@@ -129,7 +129,7 @@ def _reasons(now: Moment) -> Series:
     return by(REASONS, reasons)
 
 
-class Agreement(Section, layer=4):
+class Agreement(CatalogueSection, layer=4):
     """Whether engines and trainer compute the same."""
 
     abs_logprob_difference_mean = step_column("nats", lambda step: step.report.mean_abs_logprob_difference)
@@ -141,13 +141,14 @@ class Agreement(Section, layer=4):
     correction_weight_mean = step_column("ratio", lambda step: step.report.correction_weight_mean)
     """Mean importance weight of the loss's tokens after the correction."""
     correction_ess = step_column("ratio", lambda step: step.report.correction_ess)
-    """Effective sample size of these weights, as a fraction of the tokens."""
+    """Effective sample size of the correction's weights, as a fraction of the tokens."""
     correction_zero_fraction = step_column("ratio", lambda step: step.report.correction_zero_fraction)
     """Share of the loss's tokens that the correction takes out."""
     routing_replayed = step_column("ratio", lambda step: step.report.routing_replayed_fraction)
     """Share of the trained inputs that ran on the engine's experts (trainer.replay_routing); 0 without a replay."""
     routing_fallback = step_column("ratio", lambda step: step.report.routing_fallback_fraction)
-    """Share of them that fell back to the trainer's own because the engine's are missing; 0 without a replay."""
+    """Share of the trained inputs that fell back to the trainer's own because the engine's are missing; 0 without a
+    replay."""
     consistency_gap_mean = column("nats", lambda now: _worst(now, lambda gap: gap.mean_abs), optional=True)
     """Mean |d_engine| of the newest audit, the worst replica's; -1 before the first."""
     consistency_gap_k3 = column("nats", lambda now: _worst(now, lambda gap: gap.k3), optional=True)
@@ -203,7 +204,7 @@ class Agreement(Section, layer=4):
     token_staleness_steps = histogram("steps", STALENESS_EDGES)
     """Staleness of the trained tokens: steps between the version that sampled them and the trainer's."""
     log_ratio_nats = histogram("nats", LOG_RATIO_EDGES, Label(name="part", values=("total", "engine", "stale")))
-    """Of the loss's tokens: log pi_now - rollout log-prob (total), recomputed - rollout log-prob (engine),
+    """Differences of the loss's tokens: log pi_now - rollout log-prob (total), recomputed - rollout log-prob (engine),
     log pi_now - recomputed (stale). Engine and stale need recomputed log-probs (mode gate)."""
     audited_log_ratio_nats = histogram("nats", LOG_RATIO_EDGES, REPLICA)
     """d_engine of every audited token: recomputed - rollout log-prob."""
@@ -243,11 +244,11 @@ class Agreement(Section, layer=4):
     replica_canary_gap_nats = gauge(
         "nats", lambda now: by_replica(now, lambda one: None if one.tag is None else one.canary_gap_nats), REPLICA
     )
-    """Of the replica's newest answer to a canary; infinite when it received other bytes than were published."""
+    """Gap of the replica's newest answer to a canary; infinite when it received other bytes than were published."""
     replica_canary_tolerance_nats = gauge(
         "nats", lambda now: by_replica(now, lambda one: None if one.tag is None else one.tolerance_nats), REPLICA
     )
-    """Above it a canary has failed: 3 x the replica's own gap at its start."""
+    """Gap above which a canary has failed: 3 x the replica's own gap at its start."""
     digest_mismatches = counter("updates", lambda now: by_replica(now, lambda one: one.digest_mismatches), REPLICA)
     """Weight updates of which a replica received other bytes than were published."""
     verdicts = counter(

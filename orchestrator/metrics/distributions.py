@@ -12,7 +12,8 @@ from trainer.types.histograms import BucketCounts
 
 
 class Distributions:
-    """Observing is a search in a short list; a value that came reduced is added as it is."""
+    """Counts by bucket. Observing is a search in a short list; values that were counted elsewhere are added as they
+    are."""
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[LabelValues, list[int]]] = {

@@ -11,7 +11,7 @@ class DiagnosisLayer:
     number: int
     name: str
     colour: str
-    """Of everything that is drawn of it; they stay apart for the colour-blind."""
+    """Everything about this layer is drawn in it. The colour-blind can tell the four apart."""
 
 
 LAYERS: Mapping[int, DiagnosisLayer] = {

@@ -7,9 +7,9 @@ from orchestrator.metrics.state import Series
 from orchestrator.metrics.types import (
     OTHER,
     UNMEASURED,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     block_gauge,
     by,
     column,
@@ -33,7 +33,7 @@ CONFIGURATIONS = tuple(str(number) for number in range(15))
 """Numbers of the configurations of evaluations, in the order in which a loop met them."""
 
 
-class DataAndReward(Section, layer=1):
+class DataAndReward(CatalogueSection, layer=1):
     """Whether there is something to learn, and whether what is learned is what was meant."""
 
     reward_mean = step_column("reward", lambda step: step.facts.reward_mean)
@@ -67,9 +67,9 @@ class DataAndReward(Section, layer=1):
     eval_score = column("reward", lambda now: now.evaluation["eval_score"], optional="eval_version")
     """Mean reward of the newest evaluation of held-out prompts; -1 before the first."""
     eval_stderr = column("reward", lambda now: now.evaluation["eval_stderr"], optional="eval_version")
-    """Its standard error over prompts; -1 before the first."""
+    """Standard error over prompts of the newest evaluation's score; -1 before the first."""
     eval_version = column("version", lambda now: now.evaluation["eval_version"], optional=True)
-    """Version that it scored; -1 before the first."""
+    """Version that the newest evaluation scored; -1 before the first."""
     eval_fingerprint_changed = column("changes", lambda now: now.evaluation["eval_fingerprint_changed"])
     """Changes of the evaluation's configuration since the run began: scores across one do not compare."""
     evaluation_score = gauge(
@@ -92,7 +92,7 @@ class DataAndReward(Section, layer=1):
     """Dispatches that failed because the environment raised."""
 
 
-class PolicyChange(Section, layer=2):
+class PolicyChange(CatalogueSection, layer=2):
     """How far a step moves the policy."""
 
     advantage_std = step_column("reward", lambda step: step.report.advantage_std)
@@ -115,7 +115,7 @@ class PolicyChange(Section, layer=2):
     """Mean KL estimate to version 0; only with a reference."""
 
 
-class NumericalUpdates(Section, layer=3):
+class NumericalUpdates(CatalogueSection, layer=3):
     """Losses, gradients, and the searches for what is behind a gradient."""
 
     loss = step_column("loss", lambda step: step.report.loss)
@@ -184,7 +184,7 @@ def _of_heads(report: StepReport) -> Series:
     return {(block, str(head)): logit for block, heads in report.attention_logits for head, logit in enumerate(heads)}
 
 
-class Blocks(Section, layer=3):
+class Blocks(CatalogueSection, layer=3):
     """Signals with a value for each block of the model, also in the block parts."""
 
     block_grad_norm = block_gauge("norm", _each(lambda report: report.block_norms), _BLOCK)

@@ -9,42 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
+from orchestrator.observers import StepFacts, StepPhases
 from rollout.types.dispatch import Counts
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
 from trainer.types.step import StepReport
 
 LabelValues: TypeAlias = tuple[str, ...]
-"""Of one series, in the order of the metric's labels."""
+"""Label values of one series, in the order of the metric's labels."""
 Series: TypeAlias = Mapping[LabelValues, float]
 """Values of one metric; what was not measured is not there."""
-
-
-class Facts(Protocol):
-    """What one step trained on."""
-
-    reward_mean: Final[float]
-    reward_std: Final[float]
-    length_mean: Final[float]
-    length_cap_fraction: Final[float]
-    zero_variance: Final[float]
-    reward_length_correlation: Final[float]
-    all_correct: Final[float]
-    all_wrong: Final[float]
-    staleness_mean: Final[float]
-    staleness_max: Final[int]
-    mixed_fraction: Final[float]
-    generation_s: Final[float]
-    reward_s: Final[float]
-
-
-class Phases(Protocol):
-    """Wall-clock seconds of one step."""
-
-    wait_s: Final[float]
-    train_s: Final[float]
-    publish_s: Final[float]
-    checkpoint_s: Final[float]
 
 
 class Searches(Protocol):
@@ -69,8 +43,8 @@ class Audits(Protocol):
     held_bytes: Final[int]
 
 
-class Replica(Protocol):
-    """One engine replica."""
+class ReplicaState(Protocol):
+    """One engine replica as it stands."""
 
     slot: Final[int]
     port: Final[object]
@@ -86,7 +60,7 @@ class Replica(Protocol):
 
     @property
     def sampled_tokens(self) -> int:
-        """By all of its incarnations."""
+        """Tokens that all of its incarnations have sampled."""
         ...
 
 
@@ -95,19 +69,19 @@ class Ended:
     """A step that has just been applied."""
 
     report: StepReport
-    facts: Facts
-    phases: Phases
+    facts: StepFacts
+    phases: StepPhases
     seconds: float
-    """From the end of the step before."""
+    """Wall clock since the end of the step before."""
     reward_moving_10: float
     mean_reward: Mapping[str, float]
-    """Of all trajectories that reached a stage, by its name."""
+    """Mean over all trajectories that reached a stage, by the stage's name."""
     mean_length: Mapping[str, float]
     """The same, in sampled tokens."""
     prompts: Sequence[str]
-    """Of the newest trained groups."""
+    """Ids of the prompts of the newest trained groups."""
     reward_parts: Series
-    """Mean of each named part of the reward that is told apart."""
+    """Mean of each part of the reward that has a name of its own, and of the others together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +90,7 @@ class Moment:
 
     wall_s: float
     counts: Counts
-    """Of dispatches, since the run began."""
+    """Dispatches since the run began, by where they are."""
     opening: Counts
     """The same, when the loop began."""
     queues: Mapping[str, int]
@@ -126,12 +100,12 @@ class Moment:
     weight_updates: int
     weights_superseded: int
     longest_pause_s: float
-    """Of a replica in the last weight update."""
+    """Longest pause of a replica in the last weight update."""
     trained_tokens: int
     retried: int
     trainer_busy_s: float
     replica_busy_s: Mapping[int, float]
-    """By slot."""
+    """Seconds in which each replica generated, by slot."""
     observing_cpu_s: float
     speeds: Mapping[str, float]
     """Columns about the slowest replica."""
@@ -169,16 +143,16 @@ class Moment:
     """Each replica's own mean |d_engine| when the run began, by slot, in nats."""
     multiples: Mapping[int, float]
     """Mean |d_engine| of its newest audit over that."""
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaState]
     diagnosis: Mapping[str, Series]
-    """The doctor's, by name of the metric."""
+    """What the doctor found, by name of the metric."""
     environment: str = ""
     max_staleness: int = 0
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
     """Resident bytes by actor."""
 
     def share(self, seconds: float) -> float:
-        """Of the wall clock."""
+        """What part of the wall clock so many seconds are."""
         return seconds / max(1e-9, self.wall_s)
 
     def share_of_replicas(self, seconds: float) -> float:

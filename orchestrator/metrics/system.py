@@ -6,9 +6,9 @@ from orchestrator.metrics.consistency import REPLICA, by_replica
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.types import (
     OTHER,
+    CatalogueSection,
     Extent,
     Label,
-    Section,
     by,
     column,
     counter,
@@ -36,7 +36,7 @@ def _trained(counts: Counts) -> int:
     return counts.trained + sum(groups for _, groups in counts.trained_held)
 
 
-class System(Section, layer=4):
+class System(CatalogueSection, layer=4):
     """The loop itself: work, queues, time, processes."""
 
     step = step_column("steps", lambda step: step.report.policy.version)
@@ -44,7 +44,7 @@ class System(Section, layer=4):
     trainer_epoch = step_column("epochs", lambda step: step.report.policy.trainer_epoch)
     """Trainer epoch of the step."""
     wall_seconds = column("seconds", lambda now: now.wall_s)
-    """Since the start of the training loop."""
+    """Wall clock since the start of the training loop."""
     dispatched = column("groups", lambda now: now.counts.total)
     """Dispatches recorded since the run began."""
     trained = column("groups", lambda now: _trained(now.counts))
@@ -85,20 +85,20 @@ class System(Section, layer=4):
     step_seconds = step_column("seconds", lambda step: step.seconds)
     """Wall clock from the end of the step before to the end of this one."""
     step_wait_seconds = step_column("seconds", lambda step: step.phases.wait_s)
-    """Of it, waiting for a batch."""
+    """Seconds of the step spent waiting for a batch."""
     step_train_seconds = step_column("seconds", lambda step: step.phases.train_s)
-    """Of it, lease, decode, forward, backward and optimizer."""
+    """Seconds of the step spent on lease, decode, forward, backward and optimizer."""
     step_publish_seconds = step_column("seconds", lambda step: step.phases.publish_s)
-    """Of it, commit record and publication to disk."""
+    """Seconds of the step spent on the commit record and the publication to disk."""
     step_checkpoint_seconds = step_column("seconds", lambda step: step.phases.checkpoint_s)
-    """Of it, checkpoint."""
+    """Seconds of the step spent on a checkpoint."""
     generation_seconds = step_column("seconds", lambda step: step.facts.generation_s)
     """Mean generation time of the trained groups."""
     replica_slowness = column("ratio", lambda now: now.speeds["replica_slowness"], optional=True)
     """Generation time of the slowest replica's newest groups over the median of the others'; -1 with one replica, or
     before each has 8 groups."""
     slowest_replica = column("slot", lambda now: now.speeds["slowest_replica"], optional=True)
-    """Its slot; -1 where there is none."""
+    """Slot of the slowest replica; -1 where there is none."""
     reward_seconds = step_column("seconds", lambda step: step.facts.reward_s)
     """Mean time of the trained groups in a reward worker."""
     replica_restarts = column("restarts", lambda now: now.restarts["replica"])
@@ -145,7 +145,7 @@ class System(Section, layer=4):
     """Groups that are generated or judged (running), wait for the trainer (ready), come again (again), wait for an
     audit (audit); versions that wait for the engines (publication)."""
     batch_wait_seconds = gauge("seconds", lambda now: single(now.batch_wait_s))
-    """For how long the trainer has been waiting for a batch now; 0 while it works."""
+    """How long the trainer has been waiting for a batch now; 0 while it works."""
     last_step_timestamp_seconds = gauge("seconds", lambda now: single(now.last_step_s))
     """Unix time at which the last step ended; before the first, at which the loop began."""
     max_staleness = gauge("steps", lambda now: single(now.max_staleness))
@@ -161,7 +161,7 @@ class System(Section, layer=4):
     weight_update_pause_seconds = histogram("seconds", SHORT_EDGES_S)
     """Pause of a replica in a weight update."""
     store_latency_seconds = histogram("seconds", SHORT_EDGES_S, Label(name="call", values=STORE_CALLS))
-    """From the driver's call of the store to its answer."""
+    """Time from the driver's call of the store to its answer."""
     replica_version = gauge(
         "version", lambda now: by_replica(now, lambda one: one.applied and one.applied.version), REPLICA
     )

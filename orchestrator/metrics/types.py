@@ -1,9 +1,9 @@
 """What a declared signal is: type, unit, labels, buckets, how many series it may have at most, and the accessor of its
 values. It knows no particular signal.
 
-A metric is one attribute of a `Section` and the text below it:
+A metric is one attribute of a `CatalogueSection` and the text below it:
 
-    class System(Section, layer=4):
+    class System(CatalogueSection, layer=4):
         weight_updates = column("updates", lambda now: now.loop.accounts.weight_updates)
         \"\"\"Committed publications since the loop began.\"\"\"
 
@@ -19,7 +19,7 @@ from itertools import pairwise
 from textwrap import dedent
 from typing import ClassVar
 
-from orchestrator.metrics.state import Ended, Moment, Series
+from orchestrator.metrics.state import Ended, LabelValues, Moment, Series
 from trainer.types.step import StepReport
 
 
@@ -45,8 +45,8 @@ class Extent(StrEnum):
 
 
 MAX_REWARD_PARTS = 16
-"""Names of reward parts that are told apart; the reward function chooses them, so what comes later is summed up as
-`other`."""
+"""Parts of the reward that have series of their own. The reward function chooses their names, so what comes later is
+summed up as `other`."""
 UNMEASURED = -1.0
 """In a row: nothing was measured."""
 OTHER = "other"
@@ -80,7 +80,7 @@ class Declared:
     in_rows: bool = False
     """A number of every step, so a column of the metric parts."""
     optional: bool | str = False
-    """A column that says -1 where nothing was measured; for values that may be -1, the column that tells. Prometheus
+    """A column that says -1 where nothing was measured; for values that may be -1, the column that says so. Prometheus
     then gets no sample."""
     at_step: Callable[[Ended], Series] | None = None
     """Its values at the end of a step, which stand until the next."""
@@ -127,7 +127,7 @@ class Metric(Declared):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """In the order of the values of a series."""
+        """Names of the labels, in the order of the values of a series."""
         return tuple(label.name for label in self.labels)
 
     def max_series(self, sizes: Mapping[Extent, int]) -> int:
@@ -141,11 +141,11 @@ class Metric(Declared):
         return combinations
 
 
-class Section:
+class CatalogueSection:
     """A part of the catalogue: each attribute declares the metric of its name, and the text below it is its help."""
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    """In the order in which they are declared."""
+    """Its metrics, in the order in which they are declared."""
 
     def __init_subclass__(cls, *, layer: int) -> None:
         helps = _texts_below(dedent(inspect.getsource(cls)))
@@ -211,8 +211,13 @@ def histogram(unit: str, buckets: tuple[float, ...], *labels: Label) -> Declared
     return Declared(type=MetricType.HISTOGRAM, unit=unit, labels=labels, buckets=buckets)
 
 
+def labels_text(names: Iterable[str], values: LabelValues) -> str:
+    """`name=value`, joined by commas: a series where its name is a text."""
+    return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
 def single(value: float) -> Series:
-    """Of a metric without labels."""
+    """The series of a metric without labels."""
     return {(): value}
 
 

@@ -25,7 +25,7 @@ class Attributed:
 
 
 def attributed(findings: Sequence[PlacedEvent]) -> list[Attributed]:
-    """Of each replica the finding with the largest gap that has parts."""
+    """The finding with the largest gap that has parts, for each replica."""
     worst: dict[str, Attributed] = {}
     for event in findings:
         nats = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+
+from orchestrator.run_dir.record import Values
 
 Trace: TypeAlias = dict[str, object]
 Layout: TypeAlias = dict[str, object]
-Series: TypeAlias = NDArray[np.float64]
 
 INK, PALE_INK, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 MOST_POINTS = 1500
@@ -28,7 +28,7 @@ class Figure:
     layout: Layout
 
     def spec(self) -> dict[str, object]:
-        """As plotly takes it."""
+        """The figure as plotly takes it."""
         return {"data": self.traces, "layout": self.layout}
 
 
@@ -72,7 +72,7 @@ def bin_size(num_steps: int) -> int:
     return max(1, math.ceil(num_steps / MOST_POINTS))
 
 
-def thinned(values: Series, size: int, reduce: Callable[[Series], float]) -> Series:
+def thinned(values: Values, size: int, reduce: Callable[[Values], float]) -> Values:
     """`values` with each `size` of them reduced to one; NaN where none of them was measured."""
     if size == 1:
         return values
@@ -81,8 +81,8 @@ def thinned(values: Series, size: int, reduce: Callable[[Series], float]) -> Ser
     return np.array([reduce(block) if len(block) else math.nan for block in measured])
 
 
-def numbers(values: Series) -> list[float | None]:
-    """For JSON: six digits, and nothing where there is no finite number."""
+def numbers(values: Values) -> list[float | None]:
+    """Values for JSON: six digits, and nothing where there is no finite number."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
-from orchestrator.doctor.findings import Finding, Severity
+from orchestrator.doctor.findings import Finding, Severity, counted
 from orchestrator.doctor.tables import UNTRUSTED, evidence_text
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import shown
-from orchestrator.report.page import Card, Section, TokenInContext, table_of
+from orchestrator.report.page import Card, PageSection, TokenInContext, table_of
 from orchestrator.run_dir.record import Record
-from orchestrator.run_dir.search_records import search_files, stored_search
-from rollout.errors import UserError
+from orchestrator.run_dir.search_records import readable_searches
 
 MOST_CULPRITS = 20
 """Cards; further culprits are in the files."""
@@ -21,10 +20,10 @@ MOST_SEARCHES = 50
 """Rows of the table, the newest."""
 
 
-def findings_section(record: Record) -> Section:
+def findings_section(record: Record) -> PageSection:
     """The doctor's answer to the run as it is on disk."""
     found = diagnose(record)
-    return Section(
+    return PageSection(
         key="findings",
         title="Findings",
         intro=_summary(found),
@@ -53,13 +52,13 @@ def _finding(finding: Finding) -> Card:
     )
 
 
-def gradloc_section(folder: Path) -> Section:
+def gradloc_section(folder: Path) -> PageSection:
     """Gradient searches and their culprits."""
     title = "Gradient searches (GradLoc)"
-    searches, broken = _searches(folder)
-    lost = f" {broken} files of gradloc/ cannot be read." if broken else ""
+    searches, broken = readable_searches(folder, _of_file)
+    lost = f" {len(broken)} files of gradloc/ cannot be read." if broken else ""
     if not searches:
-        return Section(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
+        return PageSection(key="gradloc", title=title, intro=f"No step's gradient was searched.{lost}")
     culprits = [
         (policy, search, culprit)
         for policy, search in searches
@@ -68,17 +67,17 @@ def gradloc_section(folder: Path) -> Section:
     ]
     forgone = sum(search.get("outcome") == "not_searched" for _, search in searches)
     in_vain = (
-        f" and {_many(forgone, 'step', 'steps')} that asked for one when trainer.gradloc.spike_passes were spent"
+        f" and {counted(forgone, 'step')} that asked for one when trainer.gradloc.spike_passes were spent"
         if forgone
         else ""
     )
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
-    return Section(
+    return PageSection(
         key="gradloc",
         title=title,
         intro=(
-            f"{_many(len(searches) - forgone, 'search', 'searches')}{in_vain}, "
-            f"{_many(len(culprits), 'token', 'tokens')} located; no other outcome names a cause. All numbers: concord "
+            f"{counted(len(searches) - forgone, 'search', 'searches')}{in_vain}, "
+            f"{counted(len(culprits), 'token')} located; no other outcome names a cause. All numbers: concord "
             f"gradloc RUN STEP.{more}{lost}"
         ),
         cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
@@ -89,19 +88,8 @@ def gradloc_section(folder: Path) -> Section:
     )
 
 
-def _searches(folder: Path) -> tuple[list[tuple[str, Mapping[str, Any]]], int]:
-    """(policy, search) in order, and how many files are no records of searches."""
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    broken = 0
-    for path in search_files(folder):
-        try:
-            found += list(_of_file(stored_search(path)))
-        except (UserError, ValueError, KeyError, TypeError):
-            broken += 1
-    return found, broken
-
-
 def _of_file(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(policy, search) of each search in a file."""
     for search in cast("Sequence[Mapping[str, Any]]", document["searches"]):
         yield str(document["policy"]), {**search, "culprits": [dict(culprit) for culprit in search["culprits"]]}
 
@@ -143,10 +131,6 @@ def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any])
         ),
         token=TokenInContext(str(get("text_before", "")), str(get("token_text", "")), str(get("text_after", ""))),
     )
-
-
-def _many(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
 
 
 def _number(value: object) -> str:

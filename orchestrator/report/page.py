@@ -55,7 +55,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """One part of the page. Without figures, cards and table its intro says why it is empty."""
 
     key: str
@@ -76,7 +76,7 @@ class Page:
     tiles: tuple[Tile, ...]
     notes: tuple[str, ...]
     """What is missing, and why."""
-    rows: tuple[tuple[Section, ...], ...]
+    rows: tuple[tuple[PageSection, ...], ...]
     """Sections of a row stand beside each other where there is room."""
     layers: tuple[DiagnosisLayer, ...] = tuple(LAYERS.values())
 

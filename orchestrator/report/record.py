@@ -2,6 +2,7 @@
 store's counts and the places of events."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,12 +31,12 @@ class PlacedEvent:
 
     @property
     def kind(self) -> str:
-        """Of the event."""
+        """Kind of the event."""
         return self.event.kind
 
     @property
     def fields(self) -> Mapping[str, object]:
-        """Of the event."""
+        """What the kind adds to the event."""
         return self.event.fields
 
 
@@ -51,12 +52,12 @@ class RunRecord:
     """Those that are not of a single dispatch, in the order of their numbers."""
     histograms: Histograms
     counts: Counts | None
-    """None where the store cannot be read."""
+    """What became of dispatches; None where the store cannot be read."""
     notes: tuple[str, ...]
     """What the report lacks, and why."""
 
     def events_of(self, *kinds: str) -> list[PlacedEvent]:
-        """Those of the kinds, in order."""
+        """Events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
 
@@ -101,10 +102,7 @@ def _epochs(events: Sequence[RunEvent]) -> list[tuple[int, int]]:
 
 def _counts(run: RunDir) -> tuple[Counts | None, tuple[str, ...]]:
     try:
-        reader = open_reader(run.path)
-        try:
+        with closing(open_reader(run.path)) as reader:
             return reader.counts(), ()
-        finally:
-            reader.close()
     except StoreError as error:
         return None, (f"the accounting of dispatches is missing: {error}",)

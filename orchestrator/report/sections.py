@@ -6,7 +6,7 @@ from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
 from orchestrator.report.findings import findings_section, gradloc_section
-from orchestrator.report.page import Page, Section, Tile, table_of
+from orchestrator.report.page import Page, PageSection, Tile, table_of
 from orchestrator.report.record import RunRecord
 from orchestrator.report.timeline import MOST_LINES, marks_of, marks_table, timeline
 from orchestrator.report.work import endings, endings_figure, phases_figure
@@ -69,7 +69,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def timeline_section(record: RunRecord) -> Section:
+def timeline_section(record: RunRecord) -> PageSection:
     """The four curves with their marks."""
     size = bin_size(len(record.rows))
     shared = (
@@ -83,14 +83,14 @@ def timeline_section(record: RunRecord) -> Section:
     intro = (
         "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause "
         "what is below. Ticks: a version reached the engines. Diamonds and dotted lines: events, in the colour of "
-        f"their layer.{_scores_told(record)}{shared}{crowded}"
+        f"their layer.{_scores_note(record)}{shared}{crowded}"
     )
-    return Section(
+    return PageSection(
         key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record))
     )
 
 
-def _scores_told(record: RunRecord) -> str:
+def _scores_note(record: RunRecord) -> str:
     """How to read scores of evaluations, where there are any."""
     prints = {event.fields.get("fingerprint") for event in record.events_of("evaluation")}
     many = (
@@ -101,9 +101,9 @@ def _scores_told(record: RunRecord) -> str:
     return f" Black marks: scores of evaluations, at the version scored.{many}" if prints else ""
 
 
-def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
+def staleness_section(histograms: Histograms, max_staleness: int) -> PageSection:
     """How old tokens were."""
-    said = partial(Section, key="staleness", title="Staleness")
+    said = partial(PageSection, key="staleness", title="Staleness")
     figure = staleness_figure(histograms, max_staleness)
     if figure is None:
         return said(intro="No trained token was counted: there is nothing in histograms/ yet.")
@@ -114,14 +114,14 @@ def staleness_section(histograms: Histograms, max_staleness: int) -> Section:
     return said(intro=intro, figures=(figure,))
 
 
-def ratio_section(record: RunRecord) -> Section:
+def ratio_section(record: RunRecord) -> PageSection:
     """How far importance ratios are from 1, and whose doing that is."""
-    said = partial(Section, key="ratios", title="Importance ratios")
+    said = partial(PageSection, key="ratios", title="Importance ratios")
     figure = ratio_figure(record.histograms)
     if figure is None:
         return said(intro="No ratio was counted: there is nothing in histograms/ yet.")
     apart = (
-        " Staleness and engine are told apart in mode gate only; this run shows the total."
+        " Only mode gate separates staleness from the engine; this run shows the total."
         if record.config.consistency.mode != "gate"
         else ""
     )
@@ -134,14 +134,14 @@ def ratio_section(record: RunRecord) -> Section:
     )
 
 
-def attribution_section(record: RunRecord) -> Section:
+def attribution_section(record: RunRecord) -> PageSection:
     """Why engine and trainer differ."""
-    said = partial(Section, key="attribution", title="Attribution of the engine's gap")
+    said = partial(PageSection, key="attribution", title="Attribution of the engine's gap")
     findings = record.events_of("consistency_finding")
     if found := attributed(findings):
         worst = "; ".join(f"replica {each.replica}, {each.policy}: {each.gap:.3g} nats" for each in found)
         intro = (
-            "Of each replica the audit with the largest gap beyond its limits, taken apart by counterfactual "
+            "For each replica, the audit whose gap was furthest beyond its limits, taken apart by counterfactual "
             f"recomputation ({worst})."
         )
         return said(intro=intro, figures=tuple(waterfall(each) for each in found))
@@ -154,9 +154,9 @@ def attribution_section(record: RunRecord) -> Section:
     return said(intro=f"{audited:.0f} groups were audited, and no gap was beyond its limits: nothing to take apart.")
 
 
-def phases_section(record: RunRecord) -> Section:
+def phases_section(record: RunRecord) -> PageSection:
     """Where time goes."""
-    said = partial(Section, key="phases", title="Phases of a step")
+    said = partial(PageSection, key="phases", title="Phases of a step")
     figure = phases_figure(record.rows)
     if figure is None:
         return said(intro="No step is on disk yet.")
@@ -169,9 +169,9 @@ def phases_section(record: RunRecord) -> Section:
     return said(intro=intro, figures=(figure,))
 
 
-def dispatches_section(record: RunRecord) -> Section:
+def dispatches_section(record: RunRecord) -> PageSection:
     """What became of every attempt."""
-    said = partial(Section, key="dispatches", title="Accounting of dispatches")
+    said = partial(PageSection, key="dispatches", title="Accounting of dispatches")
     if record.counts is None:
         return said(intro="The store of this run cannot be read.")
     found = endings(record.counts)

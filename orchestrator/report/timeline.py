@@ -11,7 +11,6 @@ from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import (
     PALE_INK,
     Figure,
-    Series,
     Trace,
     axis,
     bin_size,
@@ -24,7 +23,7 @@ from orchestrator.report.drawing import (
 )
 from orchestrator.report.page import Table, table_of
 from orchestrator.report.record import PlacedEvent, RunRecord
-from orchestrator.run_dir.record import Record
+from orchestrator.run_dir.record import Record, Values
 from rollout.store.sqlite.journal import EventKind
 
 MOST_LINES = 60
@@ -140,11 +139,11 @@ def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
     return ", ".join((*names, *more, *absent))
 
 
-def _values(rows: Record, curve: Curve, size: int) -> Series:
+def _values(rows: Record, curve: Curve, size: int) -> Values:
     return thinned(rows.column(curve.column), size, lambda block: float(block.max() if curve.largest else block.mean()))
 
 
-def _curve(curve: Curve, colour: str, steps: Series, values: Series, y: str) -> Trace:
+def _curve(curve: Curve, colour: str, steps: Values, values: Values, y: str) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines" if len(steps) > 1 else "markers",
@@ -180,7 +179,7 @@ def _is_routine(event: PlacedEvent) -> bool:
 
 
 def marks_table(marks: Sequence[PlacedEvent]) -> Table | None:
-    """The same for a reader without a pointer."""
+    """The marks in words, for a reader without a pointer."""
     rows = [
         (f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]
     ]
@@ -198,8 +197,8 @@ def label_of(event: PlacedEvent) -> str:
 
 def layer_of(event: PlacedEvent) -> int:
     """Where to look first."""
-    told = event.fields.get("layer", event.fields.get("diagnosis_layer"))
-    return told if isinstance(told, int) and told in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
+    named = event.fields.get("layer", event.fields.get("diagnosis_layer"))
+    return named if isinstance(named, int) and named in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
 
 
 def _versions(events: Sequence[PlacedEvent]) -> Trace:
@@ -216,7 +215,7 @@ def _versions(events: Sequence[PlacedEvent]) -> Trace:
 
 
 def shown_policy(event: PlacedEvent) -> str:
-    """Of an event that names one."""
+    """The policy that an event names, as text for plotly."""
     return plain(str(event.fields.get("policy", "")))
 
 
@@ -229,7 +228,7 @@ def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
             "x": [round(event.place, 3) for event in of_layer],
             "y": [1] * len(of_layer),
             "yaxis": "y5",
-            "text": [_told(event) for event in of_layer],
+            "text": [_hover_text(event) for event in of_layer],
             "marker": {"symbol": "diamond", "size": 9, "color": LAYERS[number].colour},
             "hovertemplate": "%{text}<extra></extra>",
         }
@@ -237,7 +236,7 @@ def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
     ]
 
 
-def _told(event: PlacedEvent) -> str:
+def _hover_text(event: PlacedEvent) -> str:
     text = plain(fields_text(event.fields))
     lines = [text[i : i + 60] for i in range(0, min(len(text), 240), 60)]
     return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.place:.1f}", *lines])
@@ -259,7 +258,7 @@ def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
             "x": [event.fields.get("version", round(event.place, 3)) for event in group],
             "y": [event.fields["score"] for event in group],
             "yaxis": "y1",
-            "text": [_told(event) for event in group],
+            "text": [_hover_text(event) for event in group],
             "line": {"color": "#111111", "width": 1, "dash": "dot"},
             "marker": {"symbol": symbols[index % len(symbols)], "size": 7, "color": "#111111"},
             "hovertemplate": "%{text}<extra></extra>",

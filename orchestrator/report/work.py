@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.metrics.layers import LAYERS
-from orchestrator.report.drawing import INK, Figure, Series, Trace, axis, layout_of, numbers, thinned
-from orchestrator.run_dir.record import Record
+from orchestrator.report.drawing import INK, Figure, Trace, axis, layout_of, numbers, thinned
+from orchestrator.run_dir.record import Record, Values
 from rollout.types.dispatch import Counts
 
 MOST_BARS = 120
@@ -49,11 +49,11 @@ def phases_figure(rows: Record) -> Figure | None:
     return Figure(key="phases", traces=traces, layout=layout)
 
 
-def _mean(values: Series, size: int) -> Series:
+def _mean(values: Values, size: int) -> Values:
     return thinned(values, size, lambda block: float(block.mean()))
 
 
-def _bars(name: str, colour: str, steps: Series, values: Series) -> Trace:
+def _bars(name: str, colour: str, steps: Values, values: Values) -> Trace:
     return {
         "type": "bar",
         "name": name,
@@ -65,7 +65,7 @@ def _bars(name: str, colour: str, steps: Series, values: Series) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class EndingCount:
     """So many dispatches came to this."""
 
     name: str
@@ -73,18 +73,21 @@ class Ending:
     colour: str
 
 
-def endings(counts: Counts) -> list[Ending]:
+def endings(counts: Counts) -> list[EndingCount]:
     """What became of every dispatch; their numbers add up to all of them (invariant 1)."""
     held = sum(groups for _, groups in counts.trained_held)
     return [
-        Ending("trained", counts.trained + held, LAYERS[1].colour),
-        Ending("in flight", counts.in_flight - held, "#9fb3c8"),
-        *(Ending(f"rejected: {reason.replace('_', ' ')}", groups, "#c76a00") for reason, groups in counts.rejected),
-        *(Ending(f"failed: {reason.replace('_', ' ')}", groups, "#b42318") for reason, groups in counts.failed),
+        EndingCount("trained", counts.trained + held, LAYERS[1].colour),
+        EndingCount("in flight", counts.in_flight - held, "#9fb3c8"),
+        *(
+            EndingCount(f"rejected: {reason.replace('_', ' ')}", groups, "#c76a00")
+            for reason, groups in counts.rejected
+        ),
+        *(EndingCount(f"failed: {reason.replace('_', ' ')}", groups, "#b42318") for reason, groups in counts.failed),
     ]
 
 
-def endings_figure(found: Sequence[Ending]) -> Figure:
+def endings_figure(found: Sequence[EndingCount]) -> Figure:
     """A bar for each ending, the most frequent on top."""
     ordered = sorted(found, key=lambda ending: ending.groups)
     bars: Trace = {

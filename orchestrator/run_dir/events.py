@@ -31,9 +31,9 @@ OF_ONE_DISPATCH = frozenset(
 )
 """Kinds that no rule reads and no page draws one by one."""
 ENDED = frozenset(map(str, (EventKind.FAILED, EventKind.REJECTED)))
-"""Of those, what is counted by its reason."""
+"""Those of them that are counted by their reason."""
 OF_A_STEP = frozenset(("evaluation", "step_skipped", "gradloc"))
-"""Kinds that tell of one version: they count while its step does."""
+"""Kinds about one version: they count while its step does."""
 _KIND = re.compile(rb'"kind":\s*"([^"]*)"')
 
 
@@ -99,7 +99,7 @@ class EventLog:
             self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
 
     def all(self, lineage: Lineage) -> list[RunEvent]:
-        """In the order of their numbers, each once; what tells of a step that a resume took back is left out."""
+        """Events in the order of their numbers, each once; what is about a step that a resume took back is left out."""
         return [event for epoch, event in self._events if event.kind not in OF_A_STEP or _counts(lineage, epoch, event)]
 
     def newest(self) -> str:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from orchestrator.metrics.catalogue import DECLARED
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.state import LabelValues
+from orchestrator.metrics.types import labels_text
 from orchestrator.run_dir.metrics_writer import Parts
 from rollout.types.weights import PolicyVersion
 
@@ -26,7 +27,7 @@ SCHEMA: Any = arrow.schema(
 
 
 class HistogramRecorder:
-    """Writes what was counted since its last part, every `steps_per_part` steps, and whenever it is told to."""
+    """Writes what was counted since its last part, every `steps_per_part` steps, and at every `flush`."""
 
     def __init__(self, directory: Path, counted: Distributions, start: PolicyVersion, steps_per_part: int = 50) -> None:
         self._parts, self._counted, self._steps_per_part = Parts(directory, SCHEMA), counted, steps_per_part
@@ -58,13 +59,12 @@ class HistogramRecorder:
         before = self._written.get((name, labels), (0,) * len(now))
         if now == before:
             return []
-        told = ",".join(f"{label}={value}" for label, value in zip(metric.label_names, labels, strict=True))
         newest = self._newest
         where = {
             "trainer_epoch": newest.trainer_epoch,
             "last_step": newest.version,
             "signal": metric.column,
-            "labels": told,
+            "labels": labels_text(metric.label_names, labels),
         }
         # Empty buckets come along: a reader learns the buckets from the rows.
         return [

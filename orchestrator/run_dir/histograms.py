@@ -17,14 +17,14 @@ class Histograms:
     """All parts of a run, added up."""
 
     counts: Mapping[str, Mapping[str, NDArray[np.int64]]]
-    """By signal (a name of the catalogue without `concord_`) and labels (`name=value`, joined by commas): values a
-    bucket."""
+    """Values in each bucket, by signal (a name of the catalogue without `concord_`) and labels (`name=value`, joined by
+    commas)."""
     ends: Mapping[str, Sequence[float]]
     """Upper ends of a signal's buckets; the last is infinite."""
     notes: tuple[str, ...]
 
     def of(self, signal: str) -> Mapping[str, NDArray[np.int64]]:
-        """By labels; empty where nothing was counted."""
+        """Counts of a signal by labels; empty where nothing was counted."""
         return self.counts.get(signal, {})
 
     def uppers(self, signal: str) -> Sequence[float]:

@@ -26,6 +26,6 @@ class Lineage:
         return kept
 
     def with_rows(self, epochs: NDArray[np.float64], steps: NDArray[np.float64]) -> "Lineage":
-        """Where no event tells, an epoch took over before its first row."""
+        """Where no event says, an epoch took over before its first row."""
         first = {int(epoch): int(steps[epochs == epoch].min()) - 1 for epoch in np.unique(epochs[np.isfinite(epochs)])}
         return Lineage({**first, **self.resumed})

@@ -83,7 +83,7 @@ class _Buffer:
 
 
 class MetricsRecorder(_Buffer):
-    """Buffers rows and writes a part every `rows_per_part` steps, and whenever it is told to."""
+    """Buffers rows and writes a part every `rows_per_part` steps, and at every `flush`."""
 
     def __init__(self, directory: Path, rows_per_part: int = 50) -> None:
         super().__init__(Parts(directory, SCHEMA), rows_per_part)
@@ -104,7 +104,7 @@ class MetricsRecorder(_Buffer):
 
 
 class BlockRecorder(_Buffer):
-    """Buffers the values of blocks and writes a part every `steps_per_part` steps, and whenever it is told to."""
+    """Buffers the values of blocks and writes a part every `steps_per_part` steps, and at every `flush`."""
 
     def __init__(self, directory: Path, steps_per_part: int = 50) -> None:
         super().__init__(Parts(directory, BLOCK_SCHEMA), steps_per_part)

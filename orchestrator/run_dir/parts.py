@@ -1,5 +1,5 @@
-"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is told,
-and the rest is read."""
+"""Files `part-N.parquet` of a folder, each read once: columns of numbers and texts. One that cannot be read is
+noted, and the rest is read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
+
+from orchestrator.run_dir.record import Values
 
 arrow: Any = pa
 parquet: Any = pq
-Column = NDArray[np.float64]
 _NAME = re.compile(r"part-(0|[1-9][0-9]*)\.parquet")
 
 
@@ -71,14 +71,14 @@ class PartReader:
         ]
 
 
-def numbers(table: Any, name: str) -> Column:  # noqa: ANN401 - an Arrow table
+def numbers(table: Any, name: str) -> Values:  # noqa: ANN401 - an Arrow table
     """[rows] a column; NaN where it has none, or where there is no such column."""
     if name not in table.column_names:
         return np.full(int(table.num_rows), np.nan)
     return np.asarray(table.column(name).cast(arrow.float64()).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
-def joined(parts: Sequence[Mapping[str, Column]], name: str) -> Column:
+def joined(parts: Sequence[Mapping[str, Values]], name: str) -> Values:
     """A column of all parts, one after another."""
     return (
         np.concatenate([part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts])

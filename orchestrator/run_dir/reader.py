@@ -1,7 +1,7 @@
 """One run directory, read again and again: metric parts, block parts and events, each only once. Never writes, never
 opens the store for writing.
 
-What is missing is told, never guessed: a run that still goes on has rows in memory that no part holds yet.
+What is missing is noted, never guessed: a run that still goes on has rows in memory that no part holds yet.
 """
 
 import json
@@ -14,7 +14,7 @@ from orchestrator.run_dir.events import EventLog
 from orchestrator.run_dir.histograms import Histograms, read_histograms
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.lineage import Lineage
-from orchestrator.run_dir.record import Record, measured
+from orchestrator.run_dir.record import Record, measured, tallies_by_kind
 from orchestrator.run_dir.rows import BlockRows, StepRows
 from rollout.errors import StoreError, StoreVersionError, UserError, boundary
 from rollout.store.sqlite.schema import open_for_reading
@@ -50,13 +50,11 @@ class RunReader:
         lineage = self._lineage = self._rows.lineage(self._events.resumed)
         columns = self._rows.all(lineage)
         steps = columns.get("step", np.empty(0)).astype(np.int64)
-        tallies = [self._events.tally_at(step) for step in steps.tolist()]
-        kinds = sorted({kind for tally in tallies for kind in tally})
         record = Record(
             steps=steps,
             columns=measured(columns),
             blocks=self._blocks.all(steps, lineage),
-            tallies={kind: np.array([tally.get(kind, 0.0) for tally in tallies]) for kind in kinds},
+            tallies=tallies_by_kind([self._events.tally_at(step) for step in steps.tolist()]),
             events=tuple(self._events.all(lineage)),
         )
         files = (*self._events.notes(), *self._rows.notes(), *self._blocks.notes())

@@ -94,17 +94,24 @@ class Record:
 
     @property
     def last_step(self) -> int:
-        """Of the newest row; 0 before the first."""
+        """Step of the newest row; 0 before the first."""
         return int(self.steps[-1]) if self.steps.size else 0
 
 
 def measured(columns: Mapping[str, Values]) -> dict[str, Values]:
     """Columns with NaN where the catalogue says that nothing was measured."""
-    told = {name: columns.get(_MEASURED_BY.get(name, "")) for name in columns}
     return {
-        name: values if (by := told[name]) is None else np.where(by == UNMEASURED, np.nan, values)
+        name: values
+        if (by := columns.get(_MEASURED_BY.get(name, ""))) is None
+        else np.where(by == UNMEASURED, np.nan, values)
         for name, values in columns.items()
     }
+
+
+def tallies_by_kind(tallies: Sequence[Mapping[str, float]]) -> dict[str, Values]:
+    """[n] by kind, from one tally a row; 0 where a row has none of it."""
+    kinds = sorted({kind for tally in tallies for kind in tally})
+    return {kind: np.array([tally.get(kind, 0.0) for tally in tallies], dtype=np.float64) for kind in kinds}
 
 
 def record_of_rows(
@@ -123,14 +130,9 @@ def record_of_rows(
     names = sorted({name for row in rows for name in row if name in _DECLARED})
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
     columns = measured({name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names})
-    kinds = sorted({kind for tally in tallies for kind in tally})
     of_blocks = {
         key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()
     }
     return Record(
-        steps=steps,
-        columns=columns,
-        blocks=of_blocks,
-        tallies={kind: np.array([tally.get(kind, 0.0) for tally in tallies], dtype=np.float64) for kind in kinds},
-        events=tuple(events),
+        steps=steps, columns=columns, blocks=of_blocks, tallies=tallies_by_kind(tallies), events=tuple(events)
     )

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from orchestrator.metrics.catalogue import COLUMNS
 from orchestrator.run_dir.lineage import Lineage
-from orchestrator.run_dir.parts import Column, PartReader, joined, numbers
+from orchestrator.run_dir.parts import PartReader, joined, numbers
+from orchestrator.run_dir.record import Values
 
 compute: Any = pc
-Blocks = dict[tuple[str, str], Column]
 
 
 class StepRows:
@@ -21,7 +21,7 @@ class StepRows:
 
     def __init__(self, directory: Path) -> None:
         self._parts = PartReader(directory, ("step", "trainer_epoch"))
-        self._read: list[Mapping[str, Column]] = []
+        self._read: list[Mapping[str, Values]] = []
         self._columns: set[str] = set()
 
     def read(self) -> None:
@@ -31,10 +31,10 @@ class StepRows:
             self._read.append({name: numbers(table, name) for name in COLUMNS if name in table.column_names})
 
     def lineage(self, resumed: Mapping[int, int]) -> Lineage:
-        """Of the run: what events say of resumes, and where they do not, what rows do."""
+        """The run's lineage: what events say of resumes, and where they do not, what rows do."""
         return Lineage(resumed).with_rows(joined(self._read, "trainer_epoch"), joined(self._read, "step"))
 
-    def all(self, lineage: Lineage) -> dict[str, Column]:
+    def all(self, lineage: Lineage) -> dict[str, Values]:
         """[n] by column, by step; rows that a resume took back are left out, and columns that no part has."""
         steps, epochs = joined(self._read, "step"), joined(self._read, "trainer_epoch")
         kept = np.flatnonzero(lineage.count(epochs, steps) & np.isfinite(steps))
@@ -43,19 +43,19 @@ class StepRows:
 
     def notes(self) -> list[str]:
         """What could not be read, or is not known here."""
-        told = self._parts.notes()
+        notes = self._parts.notes()
         absent, strange = sorted(set(COLUMNS) - self._columns), sorted(self._columns - set(COLUMNS))
         if self._columns and absent:
-            told.append(
+            notes.append(
                 f"the metric parts lack {len(absent)} columns of this version of Concord ({_some(absent)}): what needs "
-                "them sees nothing"
+                "them has no data"
             )
         if strange:
-            told.append(
+            notes.append(
                 f"the metric parts have {len(strange)} columns that this version of Concord does not know "
                 f"({_some(strange)}): not read"
             )
-        return told
+        return notes
 
 
 class BlockRows:
@@ -78,7 +78,7 @@ class BlockRows:
             for key, found in places.items():
                 self._read.setdefault(key, []).append(values[:, found])
 
-    def all(self, steps: NDArray[np.int64], lineage: Lineage) -> Blocks:
+    def all(self, steps: NDArray[np.int64], lineage: Lineage) -> dict[tuple[str, str], Values]:
         """(signal, block) -> [n] at `steps`; NaN where it was not measured."""
         return {key: _at(steps, np.concatenate(read, axis=1), lineage) for key, read in self._read.items()}
 
@@ -87,7 +87,7 @@ class BlockRows:
         return self._parts.notes()
 
 
-def _at(steps: NDArray[np.int64], rows: NDArray[np.float64], lineage: Lineage) -> Column:
+def _at(steps: NDArray[np.int64], rows: NDArray[np.float64], lineage: Lineage) -> Values:
     _, at, values = rows[:, lineage.count(rows[0], rows[1])]
     found = np.full(steps.size, np.nan)
     _, places, of_rows = np.intersect1d(steps, at, return_indices=True)

@@ -8,25 +8,25 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from orchestrator.run_dir.layout import RunDir, write_atomic
-from orchestrator.run_dir.side_files import SideFileError, SideFiles
+from orchestrator.run_dir.side_files import Fields, SideFileError, SideFiles
 from rollout.errors import UserError, boundary
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.weights import PolicyVersion
 from trainer.types.gradloc import Culprit, GradLocEvidence
 
-EventFields = dict[str, str | int | float | bool | None]
+_Taken = TypeVar("_Taken")
 
 
 class SearchRecords:
-    """One driver's life."""
+    """The searches of one driver's life."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SearchRecords:
         """Without a folder only the sums are kept; without a tokenizer tokens have no text. The tokenizer is asked for
         at the first search.
 
-        A file that cannot be written is told to `side_files`; without them it raises.
+        A file that cannot be written is reported to `side_files`; without them it raises.
         """
         self._side_files = side_files
         self._folder, self._make_tokenizer = folder, tokenizer
@@ -48,7 +48,7 @@ class SearchRecords:
         self.passes = 0
         self.seconds = 0.0
 
-    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence, saved: str = "") -> EventFields:
+    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence, saved: str = "") -> Fields:
         """Keep the search of the step that was to produce `policy`; the answer is what its event says.
 
         Args:
@@ -150,7 +150,7 @@ _OF_THE_CULPRIT = (
 )
 
 
-def _event(policy: PolicyVersion, document: dict[str, Any]) -> EventFields:
+def _event(policy: PolicyVersion, document: dict[str, Any]) -> Fields:
     """One row: the search, and its first culprit; norms of blocks and all others are in the file."""
     culprits = document["culprits"]
     first = {name: culprits[0][name] for name in _OF_THE_CULPRIT} if culprits else {}
@@ -168,7 +168,7 @@ def read_searches(run: RunDir) -> list[dict[str, Any]]:
     Raises:
         UserError: there is none, or one is broken.
     """
-    found = stored_searches(run)
+    found = [stored_search(file) for file in search_files(run.gradloc)]
     if not found:
         raise UserError(
             f"run {run.path} has no gradient search: no step's norm was above its threshold, no block's scale below "
@@ -178,13 +178,19 @@ def read_searches(run: RunDir) -> list[dict[str, Any]]:
     return found
 
 
-def stored_searches(run: RunDir) -> list[dict[str, Any]]:
-    """The same, and none where no step was searched.
-
-    Raises:
-        UserError: a file is broken.
-    """
-    return [stored_search(file) for file in search_files(run.gradloc)]
+def readable_searches(
+    folder: Path, take: Callable[[Mapping[str, Any]], Iterable[_Taken]]
+) -> tuple[list[_Taken], list[str]]:
+    """What `take` makes of each file of `folder`, in order; and which files it can make nothing of, and why."""
+    found: list[_Taken] = []
+    left_out: list[str] = []
+    for file in search_files(folder):
+        try:
+            with boundary(UserError, f"cannot read {file} (move the file away, or copy the run directory again)"):
+                found += list(take(stored_search(file)))
+        except UserError as error:
+            left_out.append(str(error))
+    return found, left_out
 
 
 def search_files(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
 """Files of a run that no accounting rests on: metric parts, gradient searches, baselines. A disk that refuses one is
-told and counted, and ends no training.
+reported and counted, and ends no training.
 
 What the accounting rests on (store, weights, checkpoints) is another matter: that ends the run with the cure.
 """
@@ -18,18 +18,18 @@ class SideFileError(ConcordError):
 
 
 class SideFiles:
-    """Of one driver's life."""
+    """Trouble with such files in one driver's life, until it is reported."""
 
     def __init__(self, record_event: Callable[[str, Fields], Awaitable[None]]) -> None:
         self._record_event = record_event
         self._failing: set[str] = set()
-        self._untold: deque[tuple[str, str]] = deque()
+        self._unreported: deque[tuple[str, str]] = deque()
         self.failures = 0
 
     @contextmanager
     def spared(self, what: str) -> Generator[None]:
-        """Inside, `what` is written or removed; trouble with the disk stays inside. It is told, and again after `what`
-        has worked."""
+        """Inside, `what` is written or removed; trouble with the disk stays inside. It is reported once, and
+        again only after `what` has worked."""
         try:
             yield
         except (OSError, SideFileError) as error:
@@ -42,16 +42,16 @@ class SideFiles:
         self.failures += 1
         if what not in self._failing:
             self._failing.add(what)
-            self._untold.append((what, reason))
+            self._unreported.append((what, reason))
 
-    def untold(self) -> list[str]:
-        """Trouble that no event tells yet, in words; it is told with that."""
-        said = [f"{what}: {reason}; the training goes on" for what, reason in self._untold]
-        self._untold.clear()
+    def take_unreported(self) -> list[str]:
+        """Trouble that no event reports yet, in words; it counts as reported from then on."""
+        said = [f"{what}: {reason}; the training goes on" for what, reason in self._unreported]
+        self._unreported.clear()
         return said
 
-    async def tell(self) -> None:
-        """An event for each trouble that none tells yet."""
-        while self._untold:
-            what, reason = self._untold.popleft()
+    async def report(self) -> None:
+        """Record an event for each trouble that has none yet."""
+        while self._unreported:
+            what, reason = self._unreported.popleft()
             await self._record_event("side_file_failed", {"what": what, "reason": reason})

@@ -19,7 +19,7 @@ from orchestrator.signals.rows import Signals
 
 
 class LiveSignals:
-    """Of one loop, from its beginning to its end."""
+    """The signals of one loop, from its beginning to its end."""
 
     def __init__(self, config: RunConfig, loop: LoopParts, signals: Signals, memory: PeakMemory) -> None:
         self._config, self._loop, self._signals, self._memory = config, loop, signals, memory

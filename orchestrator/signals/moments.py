@@ -14,7 +14,7 @@ from orchestrator.observers import StepDone
 
 
 class Moments:
-    """Of one loop, from its beginning to its end. Never blocks it."""
+    """Moments of one loop, from its beginning to its end. Never blocks it."""
 
     def __init__(self, loop: LoopParts) -> None:
         self._loop = loop
@@ -28,7 +28,7 @@ class Moments:
 
     @property
     def wall_s(self) -> float:
-        """Since the loop began."""
+        """Wall clock since the loop began."""
         return time.monotonic() - self._begun
 
     def step(self, done: StepDone) -> Ended:
@@ -130,14 +130,14 @@ def _multiples(consistency: Consistency) -> dict[int, float]:
 
 
 class BoundedParts:
-    """Parts of the reward, whose names a reward function makes up: the first `MAX_REWARD_PARTS` are told apart, the
+    """Parts of the reward, whose names a reward function makes up: the first `MAX_REWARD_PARTS` keep their names, the
     others are added up as `other`."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def means(self, parts: Iterable[tuple[str, float]]) -> Series:
-        """A series for each part that is told apart."""
+        """A series for each part that keeps its name, and one for the others together."""
         means: dict[LabelValues, float] = {}
         for part, mean in parts:
             if len(self._names) < MAX_REWARD_PARTS:

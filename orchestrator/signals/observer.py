@@ -40,8 +40,8 @@ NO_SINKS = Sinks()
 
 
 class Observing:
-    """From steps, scores and the loop as it stands to snapshots: each step's and score's to the trackers, the newest to
-    the exporter."""
+    """Reduces steps, scores and the loop as it stands to snapshots: each step's and score's goes to the trackers, the
+    newest to the exporter."""
 
     def __init__(
         self,

@@ -65,13 +65,13 @@ def test_a_page_that_is_not_fresh_is_found(tmp_path: Path):
     assert (done.returncode, "configuration.md is not fresh" in done.stderr) == (1, True)
 
 
-def test_every_key_of_the_summary_is_told_about():
+def test_every_key_of_the_summary_is_described():
     keys = summary_keys()
     assert {"steps", "peak_rss_mb"} <= keys
     assert not sorted(key for key in keys if f"`{key}`" not in text_of(Path("docs/user/run_directory.md")))
 
 
-def test_every_event_of_a_run_is_told_about():
+def test_every_event_of_a_run_is_described():
     kinds = {kind for path in (ROOT / "orchestrator").rglob("*.py") for kind in RECORDED.findall(path.read_text())}
     assert "replica_failed" in kinds
     assert not sorted(kind for kind in kinds if f"`{kind}`" not in text_of(Path("docs/user/run_directory.md")))

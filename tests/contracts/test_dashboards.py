@@ -93,7 +93,7 @@ def test_panels_ask_only_for_what_is_declared_or_recorded_and_of_the_chosen_run(
         found = SERIES.findall(expression)
         assert len(found) == len(re.findall(r"\bconcord[_:]", expression)) > 0, expression
         assert all('run="$run"' in selector for _, selector in found), expression
-        assert not [told for name, selector in found if (told := complaint(name, set(LABEL.findall(selector))))]
+        assert not [wrong for name, selector in found if (wrong := complaint(name, set(LABEL.findall(selector))))]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_every_event_that_a_rule_reads_is_recorded_and_kept_in_the_loop():
         for path in (ROOT / "orchestrator").rglob("*.py")
         for kind in re.findall(r'record_event\(\s*"(\w+)"', path.read_text())
     }
-    read = first_arguments("of_kind") | words_of("told")
+    read = first_arguments("of_kind") | words_of("of_events")
     assert "replica_failed" in read
     assert not read - recorded
     assert not read - OF_INTEREST

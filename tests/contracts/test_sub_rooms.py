@@ -23,7 +23,7 @@ ORDER = {
     "trainer.consistency": "checks scoring attribution service dump",
     "actors": "config preflight ports spec cluster calls stacks places process roles ray_fleet",
     "orchestrator": (
-        "config deadlines metrics run_dir observers replicas weight_sync dispatch audit doctor exporters report loop "
+        "config deadlines observers metrics run_dir replicas weight_sync dispatch audit doctor exporters report loop "
         "signals launch commands"
     ),
 }

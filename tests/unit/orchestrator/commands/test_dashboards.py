@@ -73,7 +73,7 @@ def test_a_dashboard_that_moves_meanwhile_is_read_again(server: GrafanaServer):
     assert server.dashboards["concord-fleet"]["board"]["title"] == "Concord: rollout fleet"
 
 
-def test_a_dashboard_that_never_stands_still_is_told(server: GrafanaServer):
+def test_a_dashboard_that_never_stands_still_is_reported(server: GrafanaServer):
     pushes = Pushes(server.url)
     pushes()
     server.dashboards["concord-fleet"]["board"]["title"] = "Mine"
@@ -86,7 +86,7 @@ def test_a_dashboard_that_never_stands_still_is_told(server: GrafanaServer):
         pushes()
 
 
-def test_a_dashboard_of_somebody_else_with_the_same_title_is_told(server: GrafanaServer):
+def test_a_dashboard_of_somebody_else_with_the_same_title_is_reported(server: GrafanaServer):
     server.dashboards["theirs"] = {
         "folder": FOLDER_UID,
         "board": {"uid": "theirs", "title": "Concord: rollout fleet", "id": 1, "version": 1},
@@ -104,7 +104,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server: GrafanaServer):
     assert pushes.slept == list(WAITS_S)
 
 
-def test_a_server_that_goes_on_failing_is_told(server: GrafanaServer):
+def test_a_server_that_goes_on_failing_is_reported(server: GrafanaServer):
     server.fail_next = 1000
     with pytest.raises(UserError, match=r"answered with status 503: .*the database is locked \(5 tries\)"):
         Pushes(server.url)()
@@ -112,7 +112,7 @@ def test_a_server_that_goes_on_failing_is_told(server: GrafanaServer):
 
 
 @pytest.mark.parametrize(("token", "role", "status"), [("wrong", "Admin", 401), (TOKEN, "Viewer", 403)])
-def test_a_token_that_is_not_accepted_is_told_at_once(server: GrafanaServer, token: str, role: str, status: int):
+def test_a_token_that_is_not_accepted_is_reported_at_once(server: GrafanaServer, token: str, role: str, status: int):
     server.role = role
     pushes = Pushes(server.url, token)
     with pytest.raises(UserError, match=f"does not accept the token .status {status}.*role Admin"):
@@ -128,7 +128,7 @@ def test_an_old_grafana_is_refused_before_anything_is_written(server: GrafanaSer
     assert server.writes == []
 
 
-def test_a_grafana_that_cannot_be_reached_is_told_with_its_address():
+def test_a_grafana_that_cannot_be_reached_is_reported_with_its_address():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(UserError, match=f"Grafana at {address} cannot be reached"):
@@ -151,7 +151,7 @@ def test_a_prometheus_that_is_no_address_is_refused_before_anything_is_asked(ser
     assert server.requests == []
 
 
-def test_an_address_with_a_wrong_path_is_told(server: GrafanaServer):
+def test_an_address_with_a_wrong_path_is_reported(server: GrafanaServer):
     with pytest.raises(
         UserError, match=r"/nowhere/api/health names no version; is it Grafana's address, with its path\?"
     ):
@@ -159,7 +159,7 @@ def test_an_address_with_a_wrong_path_is_told(server: GrafanaServer):
     assert server.writes == []
 
 
-def test_what_was_changed_before_a_push_ends_early_is_told(server: GrafanaServer):
+def test_what_was_changed_before_a_push_ends_early_is_reported(server: GrafanaServer):
     pushes = push(Grafana(server.url, TOKEN, lambda seconds: None), PROMETHEUS)
     assert [next(pushes).became for _ in range(3)] == ["created", "created", "created"]
     server.fail_next = 1000
@@ -168,6 +168,6 @@ def test_what_was_changed_before_a_push_ends_early_is_told(server: GrafanaServer
     assert (len(server.folders), len(server.sources), len(server.dashboards)) == (1, 1, 1)
 
 
-def test_a_folder_without_dashboards_is_told(server: GrafanaServer, tmp_path: Path):
+def test_a_folder_without_dashboards_is_reported(server: GrafanaServer, tmp_path: Path):
     with pytest.raises(UserError, match="there are no dashboards in"):
         list(push(Grafana(server.url, TOKEN), PROMETHEUS, tmp_path))

@@ -150,7 +150,7 @@ def test_capacity_does_not_depend_on_the_number_of_trainer_ranks() -> None:
     assert parse("trainer.ranks=2").max_concurrent_groups == parse("trainer.ranks=1").max_concurrent_groups == 48
 
 
-def test_a_taken_name_is_told_before_any_work_is_done_for_it(tmp_path: Path) -> None:
+def test_a_taken_name_is_refused_before_any_work_is_done_for_it(tmp_path: Path) -> None:
     config = parse(f"run.dir={tmp_path}", "run.name=mine")
     refuse_taken_name(config)
     (tmp_path / "mine").mkdir()

@@ -100,7 +100,7 @@ def test_a_spike_names_the_token_that_a_search_found():
     assert primary is not None and "token '7' of d00000012-3" in primary.summary
 
 
-def test_what_lies_long_back_is_told_as_info():
+def test_what_lies_long_back_is_only_info():
     run = healthy(0, 400)
     run.event("replica_failed", 20, replica=0, reason="gone")
     found = diagnose(run.record())
@@ -131,7 +131,7 @@ def test_a_policy_that_collapses_within_two_steps_is_no_hard_prompt():
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_kl_up_and_entropy_down_with_a_better_reward_is_told_as_info(evaluated: bool):
+def test_kl_up_and_entropy_down_with_a_better_reward_is_only_info(evaluated: bool):
     run = healthy(0)
     policy_collapses(run)
     reward_grows_better(run, evaluated)
@@ -162,7 +162,7 @@ def test_a_policy_that_was_lost_says_nothing_of_its_prompts(wrong: float, right:
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_answers_that_grow_without_an_evaluation_are_told_as_info(evaluated: bool):
+def test_answers_that_grow_without_an_evaluation_are_only_info(evaluated: bool):
     run = healthy(0)
     run.set("length_mean", lambda t: 400 + 800 * t)
     reward_grows_better(run, evaluated)

@@ -157,7 +157,7 @@ def test_the_parts_of_an_attribution_and_its_residual_are_all_shown():
     assert set(attributed(gap)) == set(GapCause)
 
 
-def test_a_taken_port_is_told_with_the_cure():
+def test_a_taken_port_is_reported_with_the_cure():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -176,7 +176,7 @@ def test_a_closed_exporter_leaves_no_thread_and_no_port():
         again.bind(("127.0.0.1", port))
 
 
-def test_trouble_with_signals_is_told_once_and_the_training_goes_on(tmp_path: Path):
+def test_trouble_with_signals_is_reported_once_and_the_training_goes_on(tmp_path: Path):
     class Failing(Exporter):
         def show(self, snapshot: Snapshot) -> None:
             if snapshot.numbers.get("concord_step", {}).get((), 0.0) >= 2:  # in a step, which the loop waits for
@@ -239,7 +239,7 @@ def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         ({"concord_unheard_of": {(): 1.0}}, "concord_unheard_of, which is not declared"),
         ({"concord_log_ratio_nats": {("total",): 1.0}}, "which is not declared as such"),
@@ -247,10 +247,10 @@ def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):
         ({"concord_loss": {("d00000001",): 1.0}}, "label values ('d00000001',)"),
     ],
 )
-def test_a_value_that_is_not_declared_is_refused(numbers: dict[str, dict[tuple[str, ...], float]], told: str):
+def test_a_value_that_is_not_declared_is_refused(numbers: dict[str, dict[tuple[str, ...], float]], message: str):
     with pytest.raises(ConcordError) as refused:
         Snapshot(numbers=numbers, distributions={})
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_bucket_counts_are_those_of_single_observations():

@@ -1,5 +1,5 @@
-"""Steps go to the trackers under the catalogue's names; what fails or hangs there is told once, and neither ends nor
-delays a run."""
+"""Steps go to the trackers under the catalogue's names; what fails or hangs there is reported once, and neither ends
+nor delays a run."""
 
 import threading
 from pathlib import Path
@@ -208,7 +208,7 @@ def test_wandb_does_not_keep_a_run_from_ending(tmp_path: Path):
     assert FINISH_S < CLOSE_S
 
 
-def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_tracker_go_on(tmp_path: Path):
+def test_a_tracker_that_fails_is_reported_once_and_the_run_and_the_other_tracker_go_on(tmp_path: Path):
     reporter, failing, keeping = Saying(), Failing(), Keeping()
     with Trackers([("TensorBoard", failing), ("Weights & Biases", keeping)], reporter.say) as trackers:
         _, summary = drive_served(tmp_path, None, 5, reporter=reporter, trackers=trackers)
@@ -220,7 +220,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_tracker_go_
     ]
 
 
-def test_a_tracker_that_hangs_delays_no_step_and_is_told():
+def test_a_tracker_that_hangs_delays_no_step_and_is_reported():
     said: list[str] = []
     hanging, keeping = Hanging(), Keeping()
     trackers = Trackers([("Weights & Biases", hanging), ("TensorBoard", keeping)], said.append, most_waiting=3)
@@ -235,7 +235,7 @@ def test_a_tracker_that_hangs_delays_no_step_and_is_told():
     assert [points.step for points in keeping.points] == list(range(1, 11))
 
 
-def test_a_tracker_that_does_not_close_is_told_and_not_waited_for():
+def test_a_tracker_that_does_not_close_is_reported_and_not_waited_for():
     said: list[str] = []
     hanging = Hanging()
     with Trackers([("TensorBoard", hanging)], said.append, close_s=0.01) as trackers:

@@ -55,7 +55,7 @@ def test_buckets_of_ratios_are_symmetric_in_log_space():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"name": "concord_x_total"}, "`_total` ends the names of counters"),
         ({"buckets": (1.0, 2.0)}, "a histogram, and nothing else, has some"),
@@ -63,8 +63,8 @@ def test_buckets_of_ratios_are_symmetric_in_log_space():
         ({"type": MetricType.COUNTER, "name": "concord_x_total"}, "cannot be a column"),
     ],
 )
-def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[str, object], told: str):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
         replace(DECLARED["concord_loss"], **change)
 
 

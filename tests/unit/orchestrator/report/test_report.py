@@ -205,7 +205,7 @@ def test_missing_files_are_named_and_the_rest_is_shown(run: RunDir):
 
 
 def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
-    told = {
+    fields = {
         "replica": 1,
         "policy": "e1-v7",
         "gap_nats": None,
@@ -213,7 +213,7 @@ def test_findings_of_the_doctor_are_cards_with_advice(run: RunDir):
         "codes": "canary",
         "detail": "other bytes",
     }
-    plant_event(run, "consistency_finding", 7, cause="weight_sync", **told)
+    plant_event(run, "consistency_finding", 7, cause="weight_sync", **fields)
     section = next(
         section for row in page_of(read_record(run.path)).rows for section in row if section.key == "findings"
     )

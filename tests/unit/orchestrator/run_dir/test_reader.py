@@ -191,7 +191,7 @@ def test_what_was_scored_or_skipped_in_steps_that_a_resume_took_back_does_not_co
     assert record.of_kind("step_skipped") == []
 
 
-def test_an_event_without_its_fields_is_told_with_its_place(written: Written):
+def test_an_event_without_its_fields_is_reported_with_its_place(written: Written):
     written.line({"number": 1, "at_s": 0.0, "kind": "step_committed"})
     written.line({"number": 2, "at_s": 0.0, "kind": "worker_lost", "detail": "killed"})
     record, partial = RunReader(written.path).read()
@@ -241,7 +241,7 @@ def test_a_run_of_a_newer_format_is_refused_with_the_cure(written: Written):
         RunReader(written.path)
 
 
-def test_a_store_that_is_damaged_is_told_and_the_rest_is_read(written: Written):
+def test_a_store_that_is_damaged_is_reported_and_the_rest_is_read(written: Written):
     written.rows(0, 4)
     (written.path / FILE_NAME).write_bytes(b"no database" * 100)
     record, partial = RunReader(written.path).read()
@@ -268,7 +268,7 @@ def test_a_run_that_has_not_ended_says_when_it_was_last_heard_of(written: Writte
     )
 
 
-def test_columns_of_another_version_are_told_and_not_guessed(written: Written):
+def test_columns_of_another_version_are_noted_and_not_guessed(written: Written):
     written.run_dir.metrics.mkdir(exist_ok=True)
     table = pa.table({"step": [1.0], "trainer_epoch": [1.0], "reward_mean": [0.5], "reward_of_tomorrow": [1.0]})
     pq.write_table(table, written.run_dir.metrics / "part-0.parquet")
@@ -286,7 +286,7 @@ def test_a_damaged_part_is_named_and_the_rest_is_read(written: Written):
     assert any(one.startswith("metrics/part-0.parquet cannot be read, what it holds is missing") for one in partial)
 
 
-def test_a_file_that_is_named_almost_like_a_part_is_told_and_neither_read_nor_counted(written: Written):
+def test_a_file_that_is_named_almost_like_a_part_is_reported_and_neither_read_nor_counted(written: Written):
     written.rows(0, 2)
     parts = written.run_dir.metrics
     for name in ("part-0 (copy).parquet", "part-07.parquet"):

@@ -126,7 +126,7 @@ def test_a_step_number_means_the_newest_epoch(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["searches"][0]["grad_norm"] == 14.0
 
 
-def test_no_search_and_an_unknown_step_are_told_with_the_cure(tmp_path: Path):
+def test_no_search_and_an_unknown_step_are_reported_with_the_cure(tmp_path: Path):
     run = empty_run(tmp_path)
     with pytest.raises(UserError, match=r"has no gradient search.*lower trainer.gradloc.threshold.multiple"):
         show_searches(run.path, None)

@@ -1,5 +1,5 @@
-"""What a run writes beside its accounting: a disk that refuses it is told and counted, keeps what it can for later, and
-ends no training."""
+"""What a run writes beside its accounting: a disk that refuses it is reported and counted, keeps what it can for later,
+and ends no training."""
 
 import asyncio
 import json
@@ -24,18 +24,18 @@ from rollout.types.weights import PolicyVersion
 parquet: Any = pq
 
 
-def told_of(side_files: SideFiles, told: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    asyncio.run(side_files.tell())
-    return told
+def reported_by(side_files: SideFiles, reported: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    asyncio.run(side_files.report())
+    return reported
 
 
 def recording() -> tuple[SideFiles, list[tuple[str, Any]]]:
-    told: list[tuple[str, Any]] = []
+    reported: list[tuple[str, Any]] = []
 
     async def record_event(kind: str, fields: dict[str, Any]) -> None:
-        told.append((kind, fields))
+        reported.append((kind, fields))
 
-    return SideFiles(record_event), told
+    return SideFiles(record_event), reported
 
 
 def replaced_by_a_file(folder: Path) -> Callable[[], None]:
@@ -51,8 +51,8 @@ def replaced_by_a_file(folder: Path) -> Callable[[], None]:
     return restore
 
 
-def test_trouble_is_counted_every_time_and_told_again_only_after_it_worked():
-    side_files, told = recording()
+def test_trouble_is_counted_every_time_and_reported_again_only_after_it_worked():
+    side_files, reported = recording()
     for error in (OSError("full"), SideFileError("broken"), None, OSError("full again")):
         with side_files.spared("metrics"):
             if error is not None:
@@ -60,12 +60,12 @@ def test_trouble_is_counted_every_time_and_told_again_only_after_it_worked():
     with side_files.spared("gradloc"):
         raise OSError("no folder")
     assert side_files.failures == 4
-    reasons = [(kind, fields["what"], fields["reason"]) for kind, fields in told_of(side_files, told)]
+    reasons = [(kind, fields["what"], fields["reason"]) for kind, fields in reported_by(side_files, reported)]
     assert reasons == [
         ("side_file_failed", *each)
         for each in (("metrics", "full"), ("metrics", "full again"), ("gradloc", "no folder"))
     ]
-    assert side_files.untold() == []
+    assert side_files.take_unreported() == []
     with pytest.raises(ZeroDivisionError), side_files.spared("metrics"):
         raise ZeroDivisionError
 
@@ -107,13 +107,13 @@ def test_counts_that_the_disk_refuses_are_in_the_next_part(tmp_path: Path):
     assert sum(parquet.read_table(part).column("count").to_pylist()) == 10
 
 
-def test_a_broken_file_of_a_search_stays_as_it_is_and_is_told(tmp_path: Path):
-    side_files, told = recording()
+def test_a_broken_file_of_a_search_stays_as_it_is_and_is_reported(tmp_path: Path):
+    side_files, reported = recording()
     (tmp_path / "gradloc").mkdir()
     (tmp_path / "gradloc" / "e1-v4.json").write_text("{")
     event = SearchRecords(tmp_path / "gradloc", side_files=side_files).keep(PolicyVersion(1, 4), build_search())
     assert event["outcome"] == "located" and (tmp_path / "gradloc" / "e1-v4.json").read_text() == "{"
-    ((_, fields),) = told_of(side_files, told)
+    ((_, fields),) = reported_by(side_files, reported)
     assert fields["what"] == "gradloc/e1-v4.json" and "stays as it is" in fields["reason"]
 
 
