@@ -19,7 +19,7 @@ from trainer.types.gradloc import Acted, Culprit, GradLocEvidence, Quarantined
 from trainer.types.step import Verdict
 
 CODE = "gradient_spike"
-"""Of the finding."""
+"""Code of the finding."""
 
 
 def quarantined(audited: Sequence[AuditedGroup], evidence: GradLocEvidence | None) -> tuple[Quarantined, ...]:
@@ -79,7 +79,7 @@ def keep_quarantines(found: GroupEvidence, before: GroupEvidence | None) -> Grou
 
 
 def _unscored(group: AuditedGroup) -> GroupEvidence:
-    """Of a group that the consistency service has not seen: all of it is accepted as logged."""
+    """Evidence of a group that the consistency service has not seen: all of it is accepted as logged."""
     trajectories = group.group.trajectories
     return GroupEvidence(
         dispatch_id=group.group.dispatch_id,

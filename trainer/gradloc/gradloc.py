@@ -45,7 +45,7 @@ class TermPlace:
     micro_batch: int
     row: int
     position: int
-    """Of the token in its row."""
+    """Place of the token in its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class StepSigns:
     """Sum of the squared weights of all terms of all ranks; None: `observe` sums it up, and the suspects with it, in
     one small reduction."""
     num_suspects: int = 0
-    """Of all ranks; asked for only beside `weight_square`."""
+    """Suspects on all ranks; asked for only beside `weight_square`."""
 
 
 _NO_SIGNS = StepSigns()

@@ -220,7 +220,7 @@ class StepSearch:
                 return
 
     def _norms_of_micro_batches(self) -> list[float]:
-        """Of each; none where the budget has no passes for all."""
+        """Norm of each micro-batch; none where the budget has no passes for all."""
         if self._table.num_micro_batches == 1 and not self._non_finite:
             return [self._step_norm]
         norms: list[float] = []

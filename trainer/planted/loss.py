@@ -77,7 +77,7 @@ class PlantedLoss:
 
     def plant(self, step: PlantedStep, faults: Sequence[PlantedFault]) -> PlantedStep:
         """Let `faults` act on `step`, besides what acts already; those that were missed do nothing. The step that comes
-        back tells them too."""
+        back lists all of them."""
         for fault in faults:
             if fault.missed:
                 continue

@@ -196,8 +196,8 @@ def _check_spans(columns: Columns) -> Iterator[CheckFinding]:
 
 
 def _check_logprobs(columns: Columns) -> Iterator[CheckFinding]:
-    """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told
-    from that."""
+    """Log-probs of sampled tokens. All 0 is how frameworks log nothing, and looks like a policy that is certain of
+    every token."""
     if columns.logprobs is None:
         detail = "got no rollout log-probs; expected one a sampled token: nothing can be compared without them"
         yield CheckFinding.open_question("logprobs_missing", detail)

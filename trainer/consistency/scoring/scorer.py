@@ -62,7 +62,7 @@ class _Experts:
     """Hooks on the routers of a mixture of experts; without effect until they are asked for."""
 
     number: int
-    """Of a block."""
+    """Experts of a block."""
     cell: tuple[int, int]
     """(blocks, top_k): the shape that a trace must have."""
     listener: RoutingListener
@@ -103,7 +103,7 @@ class Scorer:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Of the last call: key of each policy whose tokens are NaN -> reason."""
+        """Key of each policy whose tokens are NaN in the last call -> reason."""
         return dict(self._unknown)
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Scores:
@@ -147,7 +147,7 @@ class Scorer:
         the experts compared are still those that the routers choose by themselves.
 
         Raises:
-            UserError: as `score`; or a router tells no logits.
+            UserError: as `score`; or a router returns no logits.
         """
         self._listens = True
         try:

@@ -68,7 +68,7 @@ class StepData:
     temperature: float = 1.0
     source: OldLogprobSource = OldLogprobSource.ROLLOUT
     random_states: Sequence[RandomState] = ()
-    """Of each micro-batch before its forward pass; needed where the model draws random numbers."""
+    """State before the forward pass of each micro-batch; needed where the model draws random numbers."""
     context: Context | None = None
 
 
