@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from rollout.errors import ConcordError, boundary
 from rollout.types.codec import decode
-from rollout.types.trajectory import TrajectoryGroup
+from rollout.types.trajectory import StoredGroups, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
 from trainer.types.step import Verdict
 
@@ -220,6 +220,11 @@ def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
         ConcordError: one of the two is damaged.
     """
     return AuditedGroup(group=decode(payload), evidence=decode_evidence(verdict) if verdict else None)
+
+
+def audited_groups(groups: StoredGroups) -> list[AuditedGroup]:
+    """`audited_group` of each, in their order."""
+    return [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
 
 
 def encode_evidence(evidence: GroupEvidence) -> bytes:
