@@ -6,15 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.types.evidence import (
-    AuditedGroup,
-    Check,
-    CheckFinding,
-    CheckSeverity,
-    GroupEvidence,
-    TrajectoryEvidence,
-    encode_evidence,
-)
+from trainer.types.evidence import AuditedGroup, Check, CheckFinding, GroupEvidence, TrajectoryEvidence, encode_evidence
 from trainer.types.gradloc import Acted, Culprit, GradLocEvidence, Quarantined
 from trainer.types.step import Verdict
 
@@ -100,11 +92,6 @@ def _unscored(group: AuditedGroup) -> GroupEvidence:
 
 def _out(evidence: TrajectoryEvidence, culprits: Sequence[Culprit]) -> TrajectoryEvidence:
     detail = f"its gradient had norm {max(culprit.norm for culprit in culprits):.3g}"
-    finding = CheckFinding(
-        check=Check.GRADIENT,
-        severity=CheckSeverity.FAIL,
-        code=CODE,
-        detail=detail,
-        positions=tuple(culprit.position for culprit in culprits),
-    )
+    positions = tuple(culprit.position for culprit in culprits)
+    finding = CheckFinding.failure(Check.GRADIENT, CODE, detail, positions)
     return replace(evidence, verdict=Verdict.QUARANTINE, findings=(*evidence.findings, finding))

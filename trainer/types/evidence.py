@@ -99,6 +99,11 @@ class CheckFinding:
         """Something could not be checked."""
         return cls(check=check, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail, positions=positions)
 
+    @classmethod
+    def failure(cls, check: Check, code: str, detail: str, positions: tuple[int, ...] = ()) -> "CheckFinding":
+        """The trajectory must not be trained on as it is."""
+        return cls(check=check, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions)
+
     @property
     def failed(self) -> bool:
         """Whether the trajectory must not be trained on as it is."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.consistency.checks.mismatch import inside
-from trainer.types.evidence import Check, CheckFinding, CheckSeverity
+from trainer.types.evidence import Check, CheckFinding
 
 CLOSED_SHARE = 0.8
 """A shift is reported if it closes this share of the gap, as for every cause that is true of all tokens or of none."""
@@ -34,11 +34,7 @@ def check_shift(
         straight, moved = _gaps(scores, logged, masks, offset)
         if straight > 0.0 and moved <= (1.0 - CLOSED_SHARE) * straight:
             detail = f"mean |d| {straight:.3g} nats as logged and {moved:.3g} moved by one place; the log is {where}"
-            return (
-                CheckFinding(
-                    check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code="logprobs_shifted", detail=detail
-                ),
-            )
+            return (CheckFinding.failure(Check.STRUCTURE, "logprobs_shifted", detail),)
     return ()
 
 
