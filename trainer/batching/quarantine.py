@@ -6,20 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.types.evidence import (
-    AuditedGroup,
-    Check,
-    CheckFinding,
-    CheckSeverity,
-    GroupEvidence,
-    TrajectoryEvidence,
-    encode_evidence,
-)
+from trainer.types.evidence import AuditedGroup, Check, CheckFinding, GroupEvidence, TrajectoryEvidence, encode_evidence
 from trainer.types.gradloc import Acted, Culprit, GradLocEvidence, Quarantined
 from trainer.types.step import Verdict
 
 CODE = "gradient_spike"
-"""Of the finding."""
+"""Code of the finding."""
 
 
 def quarantined(audited: Sequence[AuditedGroup], evidence: GradLocEvidence | None) -> tuple[Quarantined, ...]:
@@ -79,7 +71,7 @@ def keep_quarantines(found: GroupEvidence, before: GroupEvidence | None) -> Grou
 
 
 def _unscored(group: AuditedGroup) -> GroupEvidence:
-    """Of a group that the consistency service has not seen: all of it is accepted as logged."""
+    """Evidence of a group that the consistency service has not seen: all of it is accepted as logged."""
     trajectories = group.group.trajectories
     return GroupEvidence(
         dispatch_id=group.group.dispatch_id,
@@ -100,11 +92,6 @@ def _unscored(group: AuditedGroup) -> GroupEvidence:
 
 def _out(evidence: TrajectoryEvidence, culprits: Sequence[Culprit]) -> TrajectoryEvidence:
     detail = f"its gradient had norm {max(culprit.norm for culprit in culprits):.3g}"
-    finding = CheckFinding(
-        check=Check.GRADIENT,
-        severity=CheckSeverity.FAIL,
-        code=CODE,
-        detail=detail,
-        positions=tuple(culprit.position for culprit in culprits),
-    )
+    positions = tuple(culprit.position for culprit in culprits)
+    finding = CheckFinding.failure(Check.GRADIENT, CODE, detail, positions)
     return replace(evidence, verdict=Verdict.QUARANTINE, findings=(*evidence.findings, finding))

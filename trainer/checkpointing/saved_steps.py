@@ -2,7 +2,7 @@
 
 Torch-free; each folder is complete or absent:
 
-    saved_steps/STEP/step.json    what the step was told, what it came to, and which weights it started from
+    saved_steps/STEP/step.json    what the step was asked, what it came to, and which weights it started from
     saved_steps/STEP/batch.npz    the encoded groups and their verdicts as the step got them, and the random state
 
 Optimizer state is not kept; weights are not copied: the published ones are kept as long as a saved step names them.
@@ -28,7 +28,7 @@ from trainer.types.step import OldLogprobSource, PlantedFault, StepReport, StepR
 STEP_NAME, BATCH_NAME = "step.json", "batch.npz"
 _FORMAT = 2
 _MOST_TRIES = 100_000
-"""Of one version; a run ends after ten in a row."""
+"""Folders of one version; a run ends after ten skipped steps in a row."""
 
 
 _AS_THEY_ARE = ("seed", "dtype", "ranks", "weights_digest", "reason", "applied")
@@ -44,7 +44,7 @@ class SavedStep:
     """As the trainer got them, without prompts."""
     request: StepRequest
     random_state: NDArray[np.uint8]
-    """Of torch on rank 0, before the forward pass."""
+    """Random state of torch on rank 0, before the forward pass."""
     seed: int
     dtype: str
     """Compute dtype of the trainer."""
@@ -52,7 +52,7 @@ class SavedStep:
     weights: PolicyVersion
     """Those that the step started from."""
     weights_digest: str
-    """Of their published directory."""
+    """Digest of their published directory."""
     reason: str
     """Why it was kept."""
     applied: bool

@@ -17,7 +17,7 @@ class TinyModelConfig(Section):
     moe: bool = False
     """Mixture of experts instead of a dense model."""
     seed: int = 0
-    """Of the first weights and of the warm start's data."""
+    """Seed of the first weights and of the warm start's data."""
     tie_embeddings: bool = True
     """The head shares the embedding's weight."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.4
@@ -335,7 +335,7 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Keep only each block's inputs for backward, and compute the rest again."""
     replay_routing: bool = False
-    """Of a mixture of experts: forward and backward use the experts that the engine chose, where it returned them (R3).
+    """In a mixture of experts, forward and backward use the experts that the engine chose, where it returned them (R3).
     Gates come from the trainer's own router logits, and load-balance statistics stay on its own choice."""
     algorithm: AlgorithmConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

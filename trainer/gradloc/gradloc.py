@@ -45,7 +45,7 @@ class TermPlace:
     micro_batch: int
     row: int
     position: int
-    """Of the token in its row."""
+    """Place of the token in its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class StepSigns:
     """Sum of the squared weights of all terms of all ranks; None: `observe` sums it up, and the suspects with it, in
     one small reduction."""
     num_suspects: int = 0
-    """Of all ranks; asked for only beside `weight_square`."""
+    """Suspects on all ranks; asked for only beside `weight_square`."""
 
 
 _NO_SIGNS = StepSigns()
@@ -219,11 +219,8 @@ class GradLoc:
             float(np.dot(np.square(micro.token_weights.astype(np.float64)), micro.loss_mask.sum(axis=1)))
             for micro in micro_batches
         )
-        both = self._ranks.sum(
-            torch.tensor([square, float(num_suspects)], dtype=torch.float64, device=self._ranks.device)
-        )
-        shared = cast(list[float], cast(Any, both).tolist())
-        return shared[0], int(shared[1])
+        weight_square, suspects = self._ranks.totals((square, float(num_suspects)))
+        return weight_square, int(suspects)
 
     def _trigger(self, grad_norm: float, threshold: float, has_suspects: bool, signs: StepSigns) -> str:
         if not (math.isfinite(grad_norm) and math.isfinite(signs.loss)):
@@ -260,15 +257,13 @@ class GradLoc:
         with probe:
             searched = StepSearch(probe, table, limits, math.nan if non_finite else asked.grad_norm)
             found = searched.run(places, known, likely=NO_TERMS if non_finite else likely, only_suspects=only_suspects)
-        forwarded = self._ranks.sum(
-            torch.tensor([float(probe.tokens_forwarded)], dtype=torch.float64, device=self._ranks.device)
-        )
+        (forwarded,) = self._ranks.totals((float(probe.tokens_forwarded),))
         made = replace(
             asked,
             outcome=found.outcome,
             explained=found.explained,
             passes=found.passes,
-            tokens_forwarded=int(forwarded.item()),
+            tokens_forwarded=int(forwarded),
             seconds=perf_counter() - start,
         )
         return GradLocReport(**made.facts(), hits=tuple(_hit(term, norm, table, probe) for term, norm in found.hits))

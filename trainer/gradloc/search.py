@@ -149,7 +149,7 @@ class StepSearch:
         if suspects.size:
             self._search_suspects(suspects, self._limits.suspect_factor if only_suspects else 1.0)
         if only_suspects:
-            self._budget.refused = True  # all others were not looked at
+            self._budget.refuse()  # all others were not looked at
         else:
             self._search_likely(likely)
             if not self._stopped:
@@ -213,14 +213,14 @@ class StepSearch:
         else:
             norms = [float(np.max(of_ranks)) for of_ranks in known]
             firing = [m for m in range(table.num_micro_batches) if self._ranks_over(m, known)]
-        self._budget.reserved = 1  # a hit is worth little unless it is confirmed
+        self._budget.reserve(1)  # a hit is worth little unless it is confirmed
         for micro_batch in sorted(firing, key=lambda m: -size_of_norm(norms[m])):
             self._search_ranks(micro_batch, known)
             if self._stopped:
                 return
 
     def _norms_of_micro_batches(self) -> list[float]:
-        """Of each; none where the budget has no passes for all."""
+        """Norm of each micro-batch; none where the budget has no passes for all."""
         if self._table.num_micro_batches == 1 and not self._non_finite:
             return [self._step_norm]
         norms: list[float] = []
@@ -286,10 +286,10 @@ class StepSearch:
         part = int(self._table.micro_batch[term]), int(self._table.rank[term])
         hits = np.array(sorted(self._hits), dtype=np.int64)
         asked = hits if self._parts is None else np.setdiff1d(self._table.of(*part), hits)
-        self._budget.reserved = 0
+        self._budget.reserve(0)
         if not self._budget.spend(self._probe.rest_cost(asked) if self._parts is None else self._probe.cost(asked)):
             return None
-        self._budget.reserved = 1
+        self._budget.reserve(1)
         if self._parts is None:
             rest = self._probe.rest(asked)
             return rest - self._error, rest, rest + self._error

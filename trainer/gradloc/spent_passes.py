@@ -16,7 +16,7 @@ class SpentPasses:
 
     @property
     def total(self) -> int:
-        """Of the steps that count beside the next one."""
+        """Passes of the steps that count beside the next one."""
         return sum(self._steps)
 
     def step(self, passes: int = 0) -> None:

@@ -62,15 +62,23 @@ class PassBudget:
         self.reserved = 0
         """Passes kept back for what follows a hit."""
         self.refused = False
-        """Whether something was not done for want of passes."""
+        """Whether something was not done, for want of passes or because it was not asked for."""
 
     def spend(self, passes: int) -> bool:
         """Take passes if the budget has them."""
         if self.used + self.reserved + passes > self.limit:
-            self.refused = True
+            self.refuse()
             return False
         self.used += passes
         return True
+
+    def reserve(self, passes: int) -> None:
+        """Keep so many back from now on."""
+        self.reserved = passes
+
+    def refuse(self) -> None:
+        """Note that something was not done."""
+        self.refused = True
 
     def give_back(self, passes: int) -> None:
         """They were taken and not needed."""

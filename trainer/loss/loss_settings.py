@@ -13,7 +13,7 @@ class LossSettings:
     correction: CorrectionConfig = field(default_factory=NoCorrection)
     """Importance weights."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    """Of the run; those in gradients act on the trainer."""
+    """Faults planted in the run; those in gradients act on the trainer."""
 
     @property
     def corrects(self) -> bool:

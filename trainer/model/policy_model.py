@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from transformers import Cache
 
 from rollout.errors import UserError
 from trainer.model.logprobs import chunked_logprobs
@@ -40,15 +41,29 @@ class PolicyModel(nn.Module):
 
         Rows are right-padded without a mask: attention is causal, so real tokens see only real tokens.
         """
-        hidden = self._hidden(token_ids)
-        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
-        return chunked_logprobs(chosen, self._head_weight(), targets, temperature, self.chunk_tokens)
+        chosen = self.chosen_states(token_ids, positions)
+        return chunked_logprobs(chosen, self.head_weight(), targets, temperature, self.chunk_tokens)
+
+    def chosen_states(self, token_ids: Tensor, positions: Tensor, cache: Cache | None = None) -> Tensor:
+        """[N, H] states behind the final norm at flat `positions` [N] of `token_ids` [B, T]; a cache is read and
+        extended. Of a sharded model, only inside `forward`."""
+        hidden = self._hidden(token_ids, cache)
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+
+    def head_weight(self) -> Tensor:
+        """[V, H] of the head. Of a sharded model it is whole only inside `forward`."""
+        return cast(nn.Linear, cast(Any, self.causal_lm).get_output_embeddings()).weight
+
+    @property
+    def text_config(self) -> Any:  # noqa: ANN401
+        """The config of the wrapped model, or of its text part where it has several."""
+        return cast(Any, self.causal_lm).config.get_text_config()
 
     def head_gap(self, token_ids: Tensor) -> Tensor:
         """Largest |difference| in nats between this module's logits and the model's own, over `token_ids` [1, T] and
         the vocabulary."""
         own = cast(Any, self.causal_lm)(input_ids=token_ids, use_cache=False).logits.float()
-        ours = nn.functional.linear(self._hidden(token_ids), self._head_weight()).float()
+        ours = nn.functional.linear(self._hidden(token_ids), self.head_weight()).float()
         return (torch.log_softmax(own, dim=-1) - torch.log_softmax(ours, dim=-1)).abs().max()
 
     def blocks(self) -> list[nn.Module]:
@@ -84,12 +99,10 @@ class PolicyModel(nn.Module):
         for block in self.blocks():
             _checkpoint_block(block)
 
-    def _hidden(self, token_ids: Tensor) -> Tensor:
+    def _hidden(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
         backbone = cast(Any, self.causal_lm).base_model
-        return backbone(input_ids=token_ids, use_cache=False).last_hidden_state
-
-    def _head_weight(self) -> Tensor:
-        return cast(nn.Linear, cast(Any, self.causal_lm).get_output_embeddings()).weight
+        kept = {} if cache is None else {"past_key_values": cache}
+        return backbone(input_ids=token_ids, use_cache=cache is not None, **kept).last_hidden_state
 
 
 def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
@@ -98,7 +111,6 @@ def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.
     Raises:
         UserError: they differ: the architecture does more to its logits than one matrix product.
     """
-    config = cast(Any, model.causal_lm).config
     head = cast(Any, model.causal_lm).get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         what = "no output head" if head is None else "a head with a bias"
@@ -106,7 +118,7 @@ def refuse_a_foreign_head(model: PolicyModel, dtype: torch.dtype, device: torch.
             f"{model.architecture} has {what}; this trainer supports heads that are one matrix product: use another "
             "architecture"
         )
-    text = config.get_text_config()
+    text = model.text_config
     scaled = [name for name in _LOGIT_SETTINGS if getattr(text, name, None) not in (None, 1.0)]
     if scaled:
         # Numbers alone would not show it while a fresh model's logits are small.

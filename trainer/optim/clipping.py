@@ -89,7 +89,7 @@ def refuse_bad_norms(names: Sequence[str], norms: Sequence[float]) -> None:
 
 
 def global_norm(norms: Sequence[float]) -> float:
-    """Of the whole gradient, from the norms of its blocks."""
+    """L2 norm of the whole gradient, from the norms of its blocks."""
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 

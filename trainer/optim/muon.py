@@ -1,5 +1,5 @@
-"""Muon: steps along the orthogonalised momentum of matrices. It knows no model: which parameters are matrices is told
-to it.
+"""Muon: steps along the orthogonalised momentum of matrices. It knows no model: its caller says which parameters are
+matrices.
 
 Source: Jordan et al., *Muon: An optimizer for hidden layers in neural networks*, 2024 (iteration and its coefficients);
 Liu et al., *Muon is Scalable for LLM

@@ -26,7 +26,7 @@ _torch: Any = torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNorms:
-    """Of one step's gradient as it stands, over all ranks."""
+    """Norms of one step's gradient as it stands, over all ranks."""
 
     blocks: tuple[float, ...]
     """L2 norm of each block, in the order of the blocks."""

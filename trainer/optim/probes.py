@@ -85,7 +85,7 @@ class Probes:
         return tokens, powers, load, squares
 
     def _hook_routers(self, model: PolicyModel) -> None:
-        counts = expert_counts(cast(Any, model.causal_lm).config.get_text_config())
+        counts = expert_counts(model.text_config)
         routed = {name: router for name, block in model.named_blocks().items() for router in find_routers(block)[:1]}
         if counts is None or not routed:
             raise UserError(

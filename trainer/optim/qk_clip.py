@@ -61,7 +61,7 @@ class QkClip:
         Args:
             lengths: [B] tokens of each right-padded row; None where all are real.
         """
-        config = cast(Any, self._model.causal_lm).config.get_text_config()
+        config = self._model.text_config
         before = config._attn_implementation
         if before not in ("sdpa", _NAME):
             raise ConcordError(

@@ -1,4 +1,4 @@
-"""Whether an optimizer's next update can leave a parameter that is not finite, told before it is applied. Layer 3 of
+"""Whether an optimizer's next update can leave a parameter that is not finite, known before it is applied. Layer 3 of
 diagnosis.
 
 An update in place cannot be taken back without a copy of everything, so it is bounded instead: from the norms of
@@ -101,7 +101,8 @@ class UpdateGuard:
 
 
 def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Of this rank's parts; what ranks hold alike counts more than once, which only loosens the bound."""
+    """Squared L2 norm of this rank's parts; what several ranks hold counts more than once, which only
+    loosens the bound."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(cast(Any, torch)._foreach_norm(list(tensors))).double().square().sum()

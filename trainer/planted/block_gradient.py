@@ -23,6 +23,14 @@ class ScaledBlock:
         hooked.register_forward_pre_hook(self._before, with_kwargs=True)
         hooked.register_forward_hook(self._behind)
 
+    def scale(self, factor: float) -> None:
+        """Multiply the factor by another."""
+        self.factor *= factor
+
+    def clear(self) -> None:
+        """Every pass is as it was without this."""
+        self.factor = 1.0
+
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

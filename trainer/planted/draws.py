@@ -12,8 +12,8 @@ from rollout.faults.gradient_config import NanTokenFault, RatioSpikeFault, TermF
 from trainer.types.step import MicroBatch, StepBatches
 
 LEAST_SHARE = 0.5
-"""Of the step's mean pull: a term that pulls less is weak, and where the policy is sure of most tokens a factor makes
-no spike of a weak one."""
+"""A term that pulls less than this share of the step's mean pull is weak, and where the policy is sure of most tokens a
+factor makes no spike of a weak one."""
 
 StepPulls = Sequence[Sequence[NDArray[np.float64]]]
 """[ranks][micro-batches][B, T] how hard the term of each token pulls at the token's own logit; 0 where it has no
@@ -30,7 +30,7 @@ class DrawnTerm:
     micro_batch: int
     row: int
     position: int
-    """Of the token in its row."""
+    """Place of the token in its row."""
 
 
 def generator(seed: int, kind: str, index: int, version: int) -> np.random.Generator:

@@ -73,11 +73,11 @@ class PlantedLoss:
         """Nothing that was planted acts any more."""
         self._terms, self._factor = [], 1.0
         for block in self._blocks.values():
-            block.factor = 1.0
+            block.clear()
 
     def plant(self, step: PlantedStep, faults: Sequence[PlantedFault]) -> PlantedStep:
         """Let `faults` act on `step`, besides what acts already; those that were missed do nothing. The step that comes
-        back tells them too."""
+        back lists all of them."""
         for fault in faults:
             if fault.missed:
                 continue
@@ -88,7 +88,7 @@ class PlantedLoss:
                 factor = math.nan if fault.factor is None else fault.factor
                 self._terms.append((fault.trajectory_id, fault.position, factor))
             elif fault.block:
-                self._block(fault.block).factor *= _factor(fault)
+                self._block(fault.block).scale(_factor(fault))
             else:
                 self._factor *= _factor(fault)
         return replace(step, planted=(*step.planted, *faults))

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from trainer.algorithms.registry import build_algorithm
-from trainer.batching.batcher import TrainingBatch, build_batch
+from trainer.batching.batcher import build_batch
 from trainer.batching.packing import pack
 from trainer.checkpointing.saved_steps import SavedStep
 from trainer.config.gradloc import CalibratedTau, GivenTau, GradLocConfig
@@ -34,7 +34,7 @@ from trainer.planted.loss import PlantedLoss, PlantedStep
 from trainer.replay.places import NonFinitePlaces
 from trainer.replay.report import ReplayCulprit, ReplayReport, ReplayRun, shows_again, verdict_of
 from trainer.step.batch_replay import BatchReplay
-from trainer.types.evidence import audited_group
+from trainer.types.evidence import audited_groups
 from trainer.types.gradloc import Outcome
 from trainer.types.step import MicroBatch, StepBatches
 
@@ -97,7 +97,13 @@ class _ReplayModel:
             load_policy(source.reference_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
         )
         algorithm = build_algorithm(config.algorithm)
-        self._batch = _batch_of(saved, config)
+        self._batch = build_batch(
+            audited_groups(saved.groups),
+            algorithm,
+            saved.request.oldest_version,
+            config.algorithm.aggregation,
+            saved.request.old_logprobs,
+        )
         step: StepBatches = pack(self._batch.samples, saved.ranks, config.micro_batch_tokens)
         self._loss: TokenLoss = PolicyLoss(config.algorithm, algorithm, reference, settings.correction)
         if saved.planted:
@@ -176,21 +182,6 @@ class _ReplayModel:
             for hit in named
         ]
         return str(report.outcome), tuple(culprits)
-
-
-def _batch_of(saved: SavedStep, config: TrainerConfig) -> TrainingBatch:
-    """As the step built it."""
-    groups = [
-        audited_group(payload, verdict)
-        for payload, verdict in zip(saved.groups.payloads, saved.groups.verdicts, strict=True)
-    ]
-    return build_batch(
-        groups,
-        build_algorithm(config.algorithm),
-        saved.request.oldest_version,
-        config.algorithm.aggregation,
-        saved.request.old_logprobs,
-    )
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class ReplayCulprit:
 
     trajectory_id: str
     position: int
-    """Of the token in its trajectory."""
+    """Place of the token in its trajectory."""
     token_id: int
     norm: float
     """L2 norm of the gradient of this term alone."""

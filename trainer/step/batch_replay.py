@@ -3,7 +3,6 @@ It knows no loss and no rank."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ class BatchReplay:
         Raises:
             UserError: it is no mixture of experts.
         """
-        counts = expert_counts(cast(Any, model.causal_lm).config.get_text_config())
+        counts = expert_counts(model.text_config)
         if counts is None:
             raise UserError(
                 f"got trainer.replay_routing = true, but {model.architecture} is not a mixture of experts; set it to "

@@ -36,7 +36,7 @@ class TrainerRank(Protocol):
         ...
 
     def send(self, manifest: WeightManifest) -> None:
-        """Send the weights to the engines that are told to apply `manifest`."""
+        """Send the weights to the engines that apply `manifest`."""
         ...
 
     def save_checkpoint(self, directory: Path, state: CheckpointState) -> None:

@@ -57,7 +57,7 @@ class GradientReport:
     """Sums of the loss and `ROUTING_SUMS`, over all ranks, of the pass that counts."""
     optimizer: OptimizerReport
     evidence: GradLocEvidence | None
-    """Of the gradient search, where one took place."""
+    """What the gradient search found, where one took place."""
     removed: Mapping[str, int]
     """Trajectory -> terms that left the loss because of it, over all ranks."""
     probes: tuple[Probed, ...]
@@ -196,7 +196,7 @@ class _Done:
     attempt: Attempt
     """The one that counts."""
     evidence: GradLocEvidence | None = None
-    """Of its search, or of that of the one before."""
+    """What its search found, or that of the attempt before."""
     removed: Mapping[str, int] = field(default_factory=dict[str, int])
     again: bool = False
     """Whether it is a repetition."""

@@ -33,7 +33,7 @@ from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, leave_ranks, reshard
 from trainer.optim.optimizer import PolicyOptimizer
 from trainer.step.gradient_step import GradientReport, GradientSeam, PhaseClock
-from trainer.types.evidence import audited_group
+from trainer.types.evidence import audited_groups
 from trainer.types.protocols import Algorithm
 from trainer.types.step import StepBatches, StepReport, StepRequest
 from trainer.weights.weight_writer import WeightWriter
@@ -78,9 +78,7 @@ class PolicyTrainer:
             self._sender.release()
         self._random = RandomState.take(self._ranks.device)
         clock = PhaseClock()
-        audited = [
-            audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
-        ]
+        audited = audited_groups(groups)
         clock.end("decode")
         batch = build_batch(
             audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs

@@ -44,7 +44,7 @@ def build_tiny(config: TinyModelConfig, cache_dir: Path, progress: Callable[[str
     Args:
         config: what to build.
         cache_dir: where models are kept, one folder a digest.
-        progress: told about the warm start, a line at a time.
+        progress: is given a line at a time about the warm start.
 
     Raises:
         UserError: the warm start did not reach the target accuracy.

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from rollout.errors import ConcordError, boundary
 from rollout.types.codec import decode
-from rollout.types.trajectory import TrajectoryGroup
+from rollout.types.trajectory import StoredGroups, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
 from trainer.types.step import Verdict
 
@@ -98,6 +98,11 @@ class CheckFinding:
     ) -> "CheckFinding":
         """Something could not be checked."""
         return cls(check=check, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail, positions=positions)
+
+    @classmethod
+    def failure(cls, check: Check, code: str, detail: str, positions: tuple[int, ...] = ()) -> "CheckFinding":
+        """The trajectory must not be trained on as it is."""
+        return cls(check=check, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions)
 
     @property
     def failed(self) -> bool:
@@ -220,6 +225,11 @@ def audited_group(payload: NDArray[np.uint8], verdict: bytes) -> AuditedGroup:
         ConcordError: one of the two is damaged.
     """
     return AuditedGroup(group=decode(payload), evidence=decode_evidence(verdict) if verdict else None)
+
+
+def audited_groups(groups: StoredGroups) -> list[AuditedGroup]:
+    """`audited_group` of each, in their order."""
+    return [audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)]
 
 
 def encode_evidence(evidence: GroupEvidence) -> bytes:

@@ -93,7 +93,7 @@ class Culprit:
     """Geometric mean of the same over the loss tokens of its trajectory."""
     advantage: float
     entropy: float
-    """Of the distribution that the token was sampled from, by the trainer, nats."""
+    """Entropy of the distribution that the token was sampled from, by the trainer, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class SearchFacts:
     trigger: str
     """non_finite, threshold, scale or suspects."""
     grad_norm: float
-    """Of the step as it was searched, unclipped."""
+    """Norm of the gradient of the step as it was searched, unclipped."""
     threshold: float
-    """Of that norm; NaN before the calibration has one."""
+    """Norm above which a step is searched; NaN before the calibration has one."""
     tau: float
     """Norm of one token's gradient, before its weight, that the search called suspicious: with trigger `scale` the
     lower of tau and what makes the whole step suspicious. NaN where it looked for what is not finite and none was
@@ -114,11 +114,11 @@ class SearchFacts:
     explained: float = math.nan
     """Share of the squared norm that goes with what was found; NaN where that was not measured."""
     passes: int = 0
-    """Of the search, without the repetition of the step."""
+    """Passes that the search took, without the repetition of the step."""
     tokens_forwarded: int = 0
-    """Of the search, padding included."""
+    """Tokens that the search ran through the model, padding included."""
     seconds: float = 0.0
-    """Of the search, and of reading the culprits where there are any."""
+    """Time of the search, and of reading the culprits where there are any."""
 
     def facts(self) -> dict[str, Any]:
         """These fields by name, for a record that knows more."""
@@ -133,13 +133,13 @@ class GradLocEvidence(SearchFacts):
     """`trainer.gradloc.action`."""
     acted: Acted
     loss: float
-    """Of the step as it was searched."""
+    """Loss of the step as it was searched."""
     culprits: tuple[Culprit, ...]
     """In the order found; only with outcome located are they the cause."""
     removed_terms: int = 0
     """Token terms that left the loss."""
     grad_norm_after: float | None = None
-    """Of the step that was computed again, unclipped; None where none was."""
+    """Norm of the gradient of the step that was computed again, unclipped; None where none was."""
 
     @property
     def exceeds_after(self) -> bool:

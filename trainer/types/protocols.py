@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Advantages = NDArray[np.float32] | Sequence[NDArray[np.float32]]
-"""Of a group of G trajectories: [G], one for each; or G arrays [T], one for each token of the trajectory."""
+"""Advantages of a group of G trajectories: [G], one for each; or G arrays [T], one for each token of the trajectory."""
 
 
 class Algorithm(Protocol):
@@ -37,7 +37,7 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, group: TrajectoryGroup) -> Advantages:
-        """Of one group's trajectories, in their order; what is outside the loss counts for nothing."""
+        """Advantages of one group's trajectories, in their order; what is outside the loss counts for nothing."""
         ...
 
     def loss(self, logprobs: "Tensor", tokens: LossTokens) -> "Tensor":

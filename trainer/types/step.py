@@ -109,7 +109,7 @@ class PlantedFault:
     trajectory_id: str = ""
     """Whose token was hit; empty where it was no single token."""
     position: int | None = None
-    """Of the token in its trajectory."""
+    """Place of the token in its trajectory."""
     micro_batch: int | None = None
     rank: int | None = None
     block: str = ""
@@ -158,7 +158,7 @@ class StepReport:
     """Reason why no step was applied (non-finite loss, gradient or update, or a spike under `trainer.gradloc.action =
     "skip"`), else empty."""
     gradloc: GradLocEvidence | None = None
-    """Of the search for the tokens behind the step's gradient; None where nothing asked for one."""
+    """What the search for the tokens behind the step's gradient found; None where nothing asked for one."""
     quarantined: tuple[Quarantined, ...] = ()
     """Groups that lost trajectories for good because of it."""
     quarantined_groups: frozenset[str] = field(default=frozenset())

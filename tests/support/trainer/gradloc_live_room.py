@@ -20,7 +20,7 @@ from trainer.batching.packing import pack
 from trainer.gradloc.gradloc import without_trajectories
 from trainer.step.gradient_step import GradientReport, PhaseClock
 from trainer.step.policy_trainer import PolicyTrainer
-from trainer.types.evidence import AuditedGroup, audited_group, encode_evidence
+from trainer.types.evidence import AuditedGroup, audited_groups, encode_evidence
 from trainer.types.gradloc import GradLocEvidence
 from trainer.types.step import MicroBatch, OldLogprobSource, StepReport, StepRequest
 
@@ -131,9 +131,7 @@ def found(report: StepReport) -> list[Place]:
 def batch_of(
     trainer: PolicyTrainer, groups: StoredGroups
 ) -> tuple[list[AuditedGroup], TrainingBatch, tuple[MicroBatch, ...]]:
-    audited = [
-        audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
-    ]
+    audited = audited_groups(groups)
     batch = build_batch(audited, trainer._algorithm, 0, trainer._config.algorithm.aggregation)
     return audited, batch, pack(batch.samples, 1, trainer._config.micro_batch_tokens)[0]
 

@@ -12,7 +12,7 @@ from rollout.types.trajectory import StoredGroups
 from rollout.types.weights import PolicyVersion
 from trainer.batching.quarantine import groups_with_quarantines, quarantined
 from trainer.step.scripted import ScriptedTrainer
-from trainer.types.evidence import audited_group
+from trainer.types.evidence import audited_groups
 from trainer.types.gradloc import Acted, Culprit, CulpritType, GradLocEvidence
 from trainer.types.step import StepReport, StepRequest
 
@@ -78,9 +78,7 @@ class Searching(ScriptedTrainer):
         report = super().step(groups, request)
         if not self._chosen(self._tries):
             return report
-        audited = [
-            audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
-        ]
+        audited = audited_groups(groups)
         search = self._search(decode(groups.payloads[0]))
         out = (
             {culprit.trajectory_id for culprit in search.culprits} if search.acted is Acted.QUARANTINED else set[str]()

@@ -33,8 +33,8 @@ half an explanation is a coincidence."""
 KEPT_SHARE = 0.1
 """Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
 ROUNDED_SHARE = 0.99
-"""Of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of two grid points may round
-the other way."""
+"""This share of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of
+two grid points may round the other way."""
 BOUNDARY_FACTOR = 2.0
 """Tokens behind a version boundary differ by this many times what those before it do: older keys and values are read
 only behind it."""
@@ -63,8 +63,8 @@ def attribute(
     Causes are tried in the order of the module's docstring; those that cannot apply are not asked for. A broken
     structure, wrong weights, and semantics or a version tag that closes 80 % of the gap end the inquiry: they must be
     mended before anything finer has a meaning. The others share the gap, each working on what is left under the options
-    accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary tells,
-    and is asked first.
+    accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary shows
+    which, and is asked first.
 
     Returns:
         None where no token was scored, or where the gap is below `gap_floor` without a high tail: then there is nothing
@@ -243,7 +243,7 @@ def _kept_from(trajectory: Trajectory, begin: int) -> Trajectory:
 
 
 def _mean(gaps: NDArray[np.float64]) -> float:
-    """Of those that are known; 0 without any."""
+    """Mean of the known ones; 0 without any."""
     known = gaps[~np.isnan(gaps)]
     return float(known.mean()) if known.size else 0.0
 

@@ -23,7 +23,7 @@ from trainer.types.evidence import Attribution, CheckFinding, GapCause
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 RAISED_SHARE = 0.95
-"""Of the tokens must be logged as likelier before an undeclared truncation is asked about."""
+"""An undeclared truncation is asked about where at least this share of the tokens is logged as likelier."""
 ROUNDED_NATS = 1e-7
 """Exact agreement in float32."""
 EXCLUDED_NATS = 30.0

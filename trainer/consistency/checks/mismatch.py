@@ -44,7 +44,7 @@ class MismatchMetrics:
     """|p_train - p_rollout|."""
     probability_difference_max: float
     probability_difference_std: float | None
-    """Of |p_train - p_rollout|, with N - 1; None for one token."""
+    """Standard deviation of |p_train - p_rollout|, with N - 1; None for one token."""
     probability_pearson: float | None
     """Correlation of the probabilities; looks healthy when the mismatch is not. None where one side is constant."""
     token_mult_prob_error: float

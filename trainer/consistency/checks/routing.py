@@ -33,7 +33,7 @@ class RoutingAgreement:
     num_predicting: int
     """Rows that predict a sampled token: those whose routing the log-probs depend on directly."""
     num_predicting_compared: int
-    """Of these, how many were compared."""
+    """How many of these were compared."""
     hollow_cells: NDArray[np.int64]
     """[blocks] hollow cells of covered rows."""
     differing_cells: NDArray[np.int64]

@@ -8,13 +8,14 @@ it repairs nothing: other tokens cannot be weighted away, and no text is tokeniz
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import Trajectory
-from trainer.types.evidence import Check, CheckFinding, CheckSeverity
+from trainer.types.evidence import Check, CheckFinding
 
 Ids: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 Nats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
@@ -128,15 +129,7 @@ def check_same_ids(
         f"got {got_ids.size} ids that first differ at {position} from the {expected_ids.size} expected ({kind}); "
         "expected the very same ids"
     )
-    return (
-        CheckFinding(
-            check=Check.TOKENIZER,
-            severity=CheckSeverity.FAIL,
-            code=f"drift_{kind}",
-            detail=detail,
-            positions=(position,),
-        ),
-    )
+    return (CheckFinding.failure(Check.TOKENIZER, f"drift_{kind}", detail, (position,)),)
 
 
 def _check_lengths(columns: Columns) -> Iterator[CheckFinding]:
@@ -196,8 +189,8 @@ def _check_spans(columns: Columns) -> Iterator[CheckFinding]:
 
 
 def _check_logprobs(columns: Columns) -> Iterator[CheckFinding]:
-    """Of sampled tokens. All 0 is how frameworks log nothing; a policy that is certain of every token cannot be told
-    from that."""
+    """Log-probs of sampled tokens. All 0 is how frameworks log nothing, and looks like a policy that is certain of
+    every token."""
     if columns.logprobs is None:
         detail = "got no rollout log-probs; expected one a sampled token: nothing can be compared without them"
         yield CheckFinding.open_question("logprobs_missing", detail)
@@ -254,7 +247,4 @@ def _where(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(cast(list[int], np.flatnonzero(mask).tolist()))
 
 
-def _fail(code: str, detail: str, positions: tuple[int, ...] = ()) -> CheckFinding:
-    return CheckFinding(
-        check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code=code, detail=detail, positions=positions
-    )
+_fail = partial(CheckFinding.failure, Check.STRUCTURE)

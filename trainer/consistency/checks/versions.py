@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
-from trainer.types.evidence import Check, CheckFinding, CheckSeverity
+from trainer.types.evidence import Check, CheckFinding
 
 
 def check_versions(
@@ -52,10 +52,5 @@ def _follows(earlier: PolicyVersion, later: PolicyVersion) -> bool:
 
 
 def _finding(span: VersionSpan, code: str, problem: str) -> CheckFinding:
-    return CheckFinding(
-        check=Check.VERSION,
-        severity=CheckSeverity.FAIL,
-        code=code,
-        detail=f"tokens [{span.start}, {span.end}) claim {span.policy.key}{problem}",
-        positions=tuple(range(span.start, span.end)),
-    )
+    detail = f"tokens [{span.start}, {span.end}) claim {span.policy.key}{problem}"
+    return CheckFinding.failure(Check.VERSION, code, detail, tuple(range(span.start, span.end)))

@@ -28,7 +28,7 @@ class AlignedRow(Columns):
     num_prompt: int
     """Tokens that stand in the prompt's column; 0 where there is none."""
     versions: tuple[VersionEntry, ...] = ()
-    """Of each span, by the dump's own word."""
+    """Version of each span, by the dump's own word."""
     routing: RoutingTrace | None = None
     """None: not logged."""
 

@@ -43,7 +43,7 @@ class DumpScorer(RoutingRescorer, Protocol):
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Of the last call: key of each policy whose tokens are NaN -> reason."""
+        """Key of each policy whose tokens are NaN in the last call -> reason."""
         ...
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from trainer.consistency.dump.columns import EVIDENCE, ColumnKey, DumpSettings, EvidenceKey
 from trainer.consistency.dump.values import CellType
-from trainer.types.evidence import Check, CheckFinding, CheckSeverity
+from trainer.types.evidence import Check, CheckFinding
 
 _Value = TypeVar("_Value")
 
@@ -61,10 +61,7 @@ class Cells:
 
     def fail(self, key: ColumnKey, code: str, detail: str, positions: tuple[int, ...] = ()) -> None:
         """Note that the row cannot be used as it is."""
-        severity = CheckSeverity.FAIL
-        self.note(
-            key, CheckFinding(check=Check.STRUCTURE, severity=severity, code=code, detail=detail, positions=positions)
-        )
+        self.note(key, CheckFinding.failure(Check.STRUCTURE, code, detail, positions))
 
     def absent(self, key: EvidenceKey, consequence: str = "") -> None:
         """Note that evidence is not there, and what follows."""

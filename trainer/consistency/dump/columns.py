@@ -97,7 +97,7 @@ class DumpSettings(Section):
     named: frozenset[str] = frozenset()
     """Keys whose column the user named: such a column may not be absent."""
     sampling: dict[SamplingKey, float] = Field(default_factory=dict[SamplingKey, float])
-    """Of all rows; outranks their own columns."""
+    """Sampling parameters of all rows; they outrank the rows' own columns."""
     engine_dtype: str = "float32"
     """What the engine computed in, by its own word."""
 

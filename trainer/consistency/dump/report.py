@@ -33,7 +33,7 @@ class AuditCounts:
     rows_assumed: dict[SamplingKey, int]
     """Rows for which nobody says this part of their sampling: temperature 1, top_p 1 and top_k 0 were taken."""
     tokens: int
-    """Of the rows whose columns could be read."""
+    """Tokens of the rows whose columns could be read."""
     sampled_tokens: int
     scored_tokens: int
 
@@ -50,7 +50,8 @@ class DumpReport:
     findings: tuple[CheckFinding, ...]
     """About the dump as a whole."""
     attribution: Attribution | None
-    """Of the rows that fail by themselves, or of all where only their sum does; None while the gap is within limits."""
+    """Causes of the gap of the rows that fail by themselves, or of all rows where only their sum fails; None while the
+    gap is within limits."""
     attributed_rows: int
     """Rows that the attribution was asked about."""
     routing: RoutingAgreement | None

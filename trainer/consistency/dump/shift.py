@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.consistency.checks.mismatch import inside
-from trainer.types.evidence import Check, CheckFinding, CheckSeverity
+from trainer.types.evidence import Check, CheckFinding
 
 CLOSED_SHARE = 0.8
-"""Of the gap, as for every cause that is true of all tokens or of none."""
+"""A shift is reported if it closes this share of the gap, as for every cause that is true of all tokens or of none."""
 _PLACES = {
     1: "one place early: entry t is about token t + 1, as in layout next_token",
     -1: "one place late: entry t is about token t - 1",
@@ -30,15 +30,11 @@ def check_shift(
         logged: [T] nats a row, as in the dump.
         masks: [T] a row, tokens that were sampled and scored; a pair of neighbours counts where both were.
     """
-    for offset, told in _PLACES.items():
+    for offset, where in _PLACES.items():
         straight, moved = _gaps(scores, logged, masks, offset)
         if straight > 0.0 and moved <= (1.0 - CLOSED_SHARE) * straight:
-            detail = f"mean |d| {straight:.3g} nats as logged and {moved:.3g} moved by one place; the log stands {told}"
-            return (
-                CheckFinding(
-                    check=Check.STRUCTURE, severity=CheckSeverity.FAIL, code="logprobs_shifted", detail=detail
-                ),
-            )
+            detail = f"mean |d| {straight:.3g} nats as logged and {moved:.3g} moved by one place; the log is {where}"
+            return (CheckFinding.failure(Check.STRUCTURE, "logprobs_shifted", detail),)
     return ()
 
 

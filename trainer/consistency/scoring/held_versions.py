@@ -34,7 +34,7 @@ class HeldWeights:
     """One version in memory."""
 
     digest: str
-    """Of its manifest; empty for version 0, which is read from the model directory."""
+    """Digest in its manifest; empty for version 0, which is read from the model directory."""
     tensors: Mapping[str, Tensor]
     """What a checkpoint holds, by the model's names, a tied tensor once: parameters in the compute dtype, buffers in
     their own."""

@@ -37,7 +37,7 @@ class RoutingListener:
         """The forward pass of `batch` runs inside; without a trace in it, nothing is recorded.
 
         Raises:
-            UserError: a router tells no logits, so no margin.
+            UserError: a router returns no logits, so there is no margin.
         """
         if all(row.trajectory.routing is None for row in batch.rows):
             yield

@@ -62,7 +62,7 @@ class _Experts:
     """Hooks on the routers of a mixture of experts; without effect until they are asked for."""
 
     number: int
-    """Of a block."""
+    """Experts of a block."""
     cell: tuple[int, int]
     """(blocks, top_k): the shape that a trace must have."""
     listener: RoutingListener
@@ -103,7 +103,7 @@ class Scorer:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """Of the last call: key of each policy whose tokens are NaN -> reason."""
+        """Key of each policy whose tokens are NaN in the last call -> reason."""
         return dict(self._unknown)
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Scores:
@@ -147,7 +147,7 @@ class Scorer:
         the experts compared are still those that the routers choose by themselves.
 
         Raises:
-            UserError: as `score`; or a router tells no logits.
+            UserError: as `score`; or a router returns no logits.
         """
         self._listens = True
         try:
@@ -217,22 +217,12 @@ class Scorer:
             self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets)
         )
         with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
-            if cache is None and not sampler.truncates:
-                logprobs = self._model(token_ids, positions, targets, sampler.temperature)[0]
+            chosen, weight = self._model.chosen_states(token_ids, positions, cache), self._model.head_weight()
+            if sampler.truncates:
+                logprobs = truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
             else:
-                logprobs = self._head(self._hidden(token_ids, cache), positions, targets, sampler)
+                logprobs, _ = chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)
         return logprobs.cpu().numpy()
-
-    def _hidden(self, token_ids: Tensor, cache: DynamicCache | None) -> Tensor:
-        backbone = cast(Any, self._model.causal_lm).base_model
-        return backbone(input_ids=token_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
-
-    def _head(self, hidden: Tensor, positions: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
-        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
-        weight: Tensor = cast(Any, self._model.causal_lm).get_output_embeddings().weight
-        if sampler.truncates:
-            return truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
-        return chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)[0]
 
     @property
     def routing_cell(self) -> tuple[int, int] | None:
@@ -257,7 +247,7 @@ class Scorer:
 def _experts_of(model: PolicyModel) -> _Experts | None:
     """None for a dense model. The listener hears the routers before the replay changes their answer."""
     causal_lm = model.causal_lm
-    counts, blocks = expert_counts(cast(Any, causal_lm).config.get_text_config()), len(find_routers(causal_lm))
+    counts, blocks = expert_counts(model.text_config), len(find_routers(causal_lm))
     if counts is None or not blocks:
         return None
     listener = RoutingListener(causal_lm, *counts)

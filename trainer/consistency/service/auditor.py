@@ -245,7 +245,9 @@ class Auditor:
             behaviour_logprobs=np.where(scored.mask, scored.scores, np.float32(0)),
             verdict=decision.verdict,
             masked=decision.masked,
-            findings=tuple(_without_long_positions(finding) for finding in decision.findings),
+            findings=tuple(
+                replace(finding, positions=finding.positions[:_MAX_POSITIONS]) for finding in decision.findings
+            ),
             attribution=attribution if blamed else None,
             suspects=decision.suspects,
         )
@@ -268,16 +270,8 @@ def _token_gaps(scored: Scored) -> NDArray[np.float32]:
     return gaps
 
 
-def _without_long_positions(finding: CheckFinding) -> CheckFinding:
-    """Evidence names the first positions only: a finding about a whole trajectory need not list it."""
-    return (
-        replace(finding, positions=finding.positions[:_MAX_POSITIONS])
-        if len(finding.positions) > _MAX_POSITIONS
-        else finding
-    )
-
-
 _MAX_POSITIONS = 16
+"""Evidence names the first positions only: a finding about a whole trajectory need not list it."""
 _UNSCORED = ("nothing_scored", "tokens_not_scored")
 """Codes of tokens that have no score."""
 

@@ -17,7 +17,7 @@ class ReplicaFacts:
 
     replica: int
     canary_gap: float
-    """Of its newest answer, mean |log-prob difference| in nats."""
+    """Mean |log-prob difference| of its newest canary answer, nats."""
     canary_tolerance: float
     """Above it the canary has failed."""
     baseline: GapBaseline | None
@@ -26,7 +26,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditContext:
-    """What the service is told with a batch of groups."""
+    """What the service is given with a batch of groups."""
 
     committed: frozenset[PolicyVersion]
     """Those policies of the groups that the ledger has committed."""
@@ -70,7 +70,7 @@ class ReplicaGap:
     outside_factor_two: float
     """Share of tokens whose ratio or its inverse is above 2: F(2)."""
     findings: tuple[CheckFinding, ...]
-    """Of all its trajectories, without repeats of one code."""
+    """Findings about all its trajectories, without repeats of one code."""
     attribution: Attribution | None
     """None while the gap is within limits."""
     trainer_rounding: float | None = None

@@ -1,5 +1,5 @@
-"""What backward tells of a step while it runs, so that a search needs fewer passes: norms of parts and pulls of terms.
-Layer 3 of diagnosis."""
+"""What the backward pass of a step shows while it runs, so that a search needs fewer passes: norms of parts and pulls
+of terms. Layer 3 of diagnosis."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager

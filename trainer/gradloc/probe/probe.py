@@ -68,7 +68,7 @@ class StepData:
     temperature: float = 1.0
     source: OldLogprobSource = OldLogprobSource.ROLLOUT
     random_states: Sequence[RandomState] = ()
-    """Of each micro-batch before its forward pass; needed where the model draws random numbers."""
+    """State before the forward pass of each micro-batch; needed where the model draws random numbers."""
     context: Context | None = None
 
 
@@ -203,8 +203,7 @@ class GradientProbe:
             values = cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())
             squares[there] = np.square(np.array(values))
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
-        total = self._ranks.sum(torch.tensor([*sums, loss], dtype=torch.float64, device=self._ranks.device))
-        *blocks, whole_loss = cast(list[float], cast(Any, total).tolist())
+        *blocks, whole_loss = self._ranks.totals((*sums, loss))
         finite = all(math.isfinite(number) for number in (*blocks, whole_loss))
         return blocks, math.sqrt(math.fsum(blocks)) if finite else math.nan
 

@@ -11,7 +11,7 @@ _torch: Any = torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RandomState:
-    """Of the CPU, and of the device where it is a GPU."""
+    """Random state of the CPU, and of the device where it is a GPU."""
 
     cpu: Tensor
     device: Tensor | None

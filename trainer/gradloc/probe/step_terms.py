@@ -59,7 +59,7 @@ class StepTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTerms:
-    """The same of one rank's micro-batches: what ranks tell each other."""
+    """The same of one rank's micro-batches: what ranks send each other."""
 
     rows: tuple[NDArray[np.int32], ...]
     positions: tuple[NDArray[np.int32], ...]

@@ -50,8 +50,8 @@ class TermPulls:
         self._recorded.clear()
 
     def values(self, sizes: Sequence[int]) -> tuple[Pulls, ...] | None:
-        """Of the step's first micro-batches, which have so many terms; None where backward did not go once through the
-        log-probs of just these."""
+        """Pulls of the step's first micro-batches, which have so many terms; None where backward did not go once
+        through the log-probs of just these."""
         recorded = [self._recorded.get(number, []) for number in range(len(sizes))]
         pulls = tuple(
             np.concatenate([np.zeros(0, dtype=np.float32), *(one.cpu().numpy() for one in seen)]) for seen in recorded

@@ -37,9 +37,9 @@ def outputs(tmp_path: Path, world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_example_names_the_planted_token_and_nothing_else(tmp_path: Path, world: int):
-    told = outputs(tmp_path, world)
-    assert len(told) == world
-    for rank, text in enumerate(told):
+    printed = outputs(tmp_path, world)
+    assert len(printed) == world
+    for rank, text in enumerate(printed):
         steps = text.splitlines()
         assert [line.partition(":")[0] for line in steps] == [f"rank {rank} step {step}" for step in range(8)]
         assert f"located: (GradLocHit(micro_batch=1, row=2, position=17, rank={world - 1}, " in steps.pop(6)

@@ -1,4 +1,4 @@
-"""How hard terms pull, as backward tells it, and the passes that a search saves by it."""
+"""How hard terms pull, as the backward pass shows it, and the passes that a search saves by it."""
 
 from pathlib import Path
 

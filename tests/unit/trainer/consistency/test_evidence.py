@@ -1,4 +1,4 @@
-"""Evidence survives the store byte for byte, and damage is told."""
+"""Evidence survives the store byte for byte, and damage is reported."""
 
 import numpy as np
 import pytest

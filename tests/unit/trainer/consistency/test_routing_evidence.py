@@ -91,7 +91,7 @@ def test_holes_in_the_routing_are_an_open_question_and_say_how_many():
     (finding,) = check_routing(item, agreement(missing=3), expected=True)
     assert (finding.code, finding.severity) == ("routing_incomplete", CheckSeverity.INCOMPLETE)
     assert "5 of the 8 inputs" in finding.detail
-    assert not check_routing(item, None, expected=True), "nothing of it was scored: that is told elsewhere"
+    assert not check_routing(item, None, expected=True), "nothing of it was scored: that is reported elsewhere"
 
 
 def test_a_trajectory_without_its_trace_lowers_the_coverage_of_its_replica():

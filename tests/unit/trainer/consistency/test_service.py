@@ -1,4 +1,4 @@
-"""What one batch of groups becomes in the service: evidence, verdicts, gaps; with a scorer that answers as told."""
+"""What one batch of groups becomes in the service: evidence, verdicts, gaps; with a scorer whose answers are given."""
 
 from dataclasses import replace
 

@@ -10,15 +10,13 @@ from trainer.batching.batcher import build_batch
 from trainer.batching.packing import pack
 from trainer.config.trainer import GrpoConfig
 from trainer.planted.draws import LEAST_SHARE, DrawnTerm, StepPulls, candidates, draw_terms, generator
-from trainer.types.evidence import audited_group
+from trainer.types.evidence import audited_groups
 from trainer.types.step import StepBatches
 
 
 def step_of(ranks: int = 1, micro_batch_tokens: int = 42, lengths: tuple[int, ...] = (3, 11, 6)) -> StepBatches:
     groups = stored(lengths=lengths)
-    audited = [
-        audited_group(payload, verdict) for payload, verdict in zip(groups.payloads, groups.verdicts, strict=True)
-    ]
+    audited = audited_groups(groups)
     return pack(build_batch(audited, Grpo(GrpoConfig()), 0, "token_mean").samples, ranks, micro_batch_tokens)
 
 
