@@ -10,15 +10,21 @@ AUTOGRAD = {"forward", "backward", "setup_context"}
 
 
 def declared(module: Module) -> Iterator[str]:
-    """Attributes that the classes of a module have: fields, and what their methods set on `self`."""
+    """Attributes that the classes of a module have: fields, and what their methods set on `self`. Those of a frozen
+    class cannot be assigned anyway."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and not is_frozen(node):
             yield from (
                 one.target.id
                 for one in node.body
                 if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
             )
             yield from (target.attr for target in targets(node) if owner(target) == "self")
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    """Whether it is a frozen dataclass."""
+    return any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def targets(tree: ast.AST) -> Iterator[ast.Attribute]:

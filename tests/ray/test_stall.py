@@ -15,7 +15,7 @@ def test_a_stalled_run_shows_the_stacks_of_every_actor(concord: Start, tmp_path:
     settings = ("trainer.scripted_step_s=3600", "deadlines.stall_s=8")
     process = concord("run", write_config(tmp_path), *(part for setting in settings for part in ("--set", setting)))
     assert process.exit_status() == 1
-    assert "no step finished for 8 s" in process.errors
+    assert "no step finished for deadlines.stall_s = 8 s" in process.errors
     stacks = {part.partition("\n")[0]: part for part in process.errors.split("\n== ")[1:]}
     assert stacks.keys() >= {"store", "trainer-0", "engine-0", "episodes-0", "reward-0"}
     assert "trainer/step/scripted.py" in stacks["trainer-0"]

@@ -19,9 +19,9 @@ class NonFinitePlaces:
     """Hooks on a model; they stay for its life."""
 
     def __init__(self, model: PolicyModel) -> None:
-        self.forward: ReplayPlace | None = None
+        self.first_forward: ReplayPlace | None = None
         """First activation that is not finite, in forward order."""
-        self.backward: ReplayPlace | None = None
+        self.first_backward: ReplayPlace | None = None
         """First place that makes a gradient that is not finite, in backward order."""
         self._micro_batch = 0
         watched: list[tuple[str, nn.Module]] = [
@@ -35,7 +35,7 @@ class NonFinitePlaces:
 
     def begin(self) -> None:
         """A new run."""
-        self.forward = self.backward = None
+        self.first_forward = self.first_backward = None
 
     def micro_batch(self, number: int) -> None:
         """What follows belongs to this micro-batch."""
@@ -49,10 +49,10 @@ class NonFinitePlaces:
         """The whole gradient, for what no activation's gradient has shown: parameters of a block, the last block
         first."""
         for block in reversed(blocks):
-            if self.backward is None and not all(
+            if self.first_backward is None and not all(
                 _finite(parameter.grad) for parameter in block.parameters if parameter.grad is not None
             ):
-                self.backward = ReplayPlace(micro_batch=self._micro_batch, block=block.name, reached=block.name)
+                self.first_backward = ReplayPlace(micro_batch=self._micro_batch, block=block.name, reached=block.name)
 
     def _seen(self, name: str, after: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
         values = cast(Tensor, output[0] if isinstance(output, tuple) else output)
@@ -61,13 +61,13 @@ class NonFinitePlaces:
             cast(Any, values).register_hook(partial(self._note_backward, name, after))
 
     def _note_forward(self, name: str, values: Tensor) -> None:
-        if self.forward is None and not _finite(values):
-            self.forward = ReplayPlace(micro_batch=self._micro_batch, block=name)
+        if self.first_forward is None and not _finite(values):
+            self.first_forward = ReplayPlace(micro_batch=self._micro_batch, block=name)
 
     def _note_backward(self, name: str, after: str, gradient: Tensor) -> None:
         """The gradient of what `name` gave to `after`, which is what `after` makes of its own."""
-        if self.backward is None and not _finite(gradient):
-            self.backward = ReplayPlace(micro_batch=self._micro_batch, block=after, reached=name)
+        if self.first_backward is None and not _finite(gradient):
+            self.first_backward = ReplayPlace(micro_batch=self._micro_batch, block=after, reached=name)
 
 
 def _finite(values: Tensor) -> bool:

@@ -147,8 +147,8 @@ class _ReplayModel:
             loss=total,
             grad_norm=global_norm(norms),
             block_norms=tuple((block.name, norm) for block, norm in zip(self._blocks, norms, strict=True)),
-            forward=self._places.forward,
-            backward=self._places.backward,
+            forward=self._places.first_forward,
+            backward=self._places.first_backward,
         )
 
     def search(self, last: ReplayRun) -> tuple[str, tuple[ReplayCulprit, ...]]:

@@ -68,18 +68,18 @@ def test_the_first_block_is_named_forward_and_backward(
 ):
     places, loss, block = NonFinitePlaces(model), spiking_loss(), model.blocks()[1]
     run_step(model, loss, alone, healthy)
-    assert places.forward is None and places.backward is None
+    assert places.first_forward is None and places.first_backward is None
 
     handle = block.register_forward_pre_hook(lambda module, args: (args[0] * torch.inf, *args[1:]))
     run_step(model, loss, alone, healthy)
     handle.remove()
-    assert places.forward is not None and places.forward.block == "model.layers.1"
+    assert places.first_forward is not None and places.first_forward.block == "model.layers.1"
 
     places.begin()
     handle = block.register_forward_pre_hook(lambda module, args: (scaled_backward(args[0], torch.inf), *args[1:]))
     run_step(model, loss, alone, healthy)
     handle.remove()
-    assert places.forward is None and places.backward is not None
-    assert (places.backward.block, places.backward.reached) == ("model.layers.1", "model.layers.0")
+    assert places.first_forward is None and places.first_backward is not None
+    assert (places.first_backward.block, places.first_backward.reached) == ("model.layers.1", "model.layers.0")
 
     model.zero_grad(set_to_none=True)
