@@ -73,7 +73,8 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
     Raises:
         DeadlineError: what each part of the loop waits for, and all stacks.
     """
-    while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110 - it waits for nothing to happen, and an event has no name for that
+    # It waits for nothing to happen, which no event can announce.
+    while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(max(0.05, left_s))
     waiting = progress.describe()
     async with asyncio.timeout(10.0):

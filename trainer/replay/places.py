@@ -54,7 +54,14 @@ class NonFinitePlaces:
             ):
                 self.first_backward = ReplayPlace(micro_batch=self._micro_batch, block=block.name, reached=block.name)
 
-    def _seen(self, name: str, after: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    def _seen(
+        self,
+        name: str,
+        after: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,  # noqa: ANN401
+    ) -> None:
         values = cast(Tensor, output[0] if isinstance(output, tuple) else output)
         self._note_forward(name, values)
         if values.requires_grad:

@@ -120,7 +120,7 @@ class _ReplayModel:
         """Forward and backward of every micro-batch from the saved random state."""
         self._model.zero_grad(set_to_none=True)
         self._places.begin()
-        RandomState(cpu=torch.from_numpy(self._saved.random_state), device=None).put_back(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
+        RandomState(cpu=torch.as_tensor(self._saved.random_state), device=None).put_back(self._ranks.device)
         total = 0.0
         self._random_states: list[RandomState] = []
         with _deterministic() if deterministic else nullcontext():

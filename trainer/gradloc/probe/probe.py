@@ -179,7 +179,7 @@ class GradientProbe:
             self._step.random_states[one.source].put_back(self._ranks.device)
         only = None
         if one.chosen is not None:
-            only = torch.from_numpy(np.flatnonzero(one.chosen[micro.loss_mask])).to(self._ranks.device)  # pyright: ignore[reportUnknownMemberType]
+            only = torch.as_tensor(np.flatnonzero(one.chosen[micro.loss_mask]), device=self._ranks.device)
         context = nullcontext() if self._step.context is None else self._step.context(micro)
         with torch.enable_grad(), context:
             tokens = loss_tokens(micro, self._ranks.device)
