@@ -20,7 +20,7 @@ from actors.roles.store_actor import RemoteStore, StoreActor
 from actors.roles.trainer_actor import RayTrainer, TrainerActor
 from actors.spec import FleetSpec
 from actors.stacks import dump_stacks_here
-from rollout.errors import ConcordError, ProcessLostError
+from rollout.errors import ConcordError
 
 STOP_DEADLINE_S = 5.0
 REMOTE_STACKS_S = 20.0
@@ -135,7 +135,7 @@ class RayFleet:
     async def _ask_place(self, name: str, handle: Any) -> None:
         try:
             self._places[name] = (handle, await call(handle.place.remote(), name))
-        except ProcessLostError:
+        except ConcordError:  # it is gone, or never came up: whoever started it hears of that
             self._places.pop(name, None)
 
     def _pids_by_node(self) -> dict[str, dict[str, int]]:

@@ -6,9 +6,11 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rollout.errors import DeadlineError
+from rollout.errors import ConcordError, DeadlineError
 
 T = TypeVar("T")
+STACKS_S = 40.0
+"""For the stacks of all actors, those on other machines included."""
 
 
 async def within(awaitable: Awaitable[T], seconds: float, key: str, what: str) -> T:
@@ -77,8 +79,11 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
     while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(max(0.05, left_s))
     waiting = progress.describe()
-    async with asyncio.timeout(10.0):
-        stacks = await dump()
+    try:
+        async with asyncio.timeout(STACKS_S):
+            stacks = await dump()
+    except (ConcordError, TimeoutError) as error:
+        stacks = f"the actors' stacks did not come: {str(error) or f'no answer within {STACKS_S:g} s'}"
     raise DeadlineError(
         f"no step finished for deadlines.stall_s = {limit_s:g} s: {waiting}\n{driver_stacks()}\n{stacks}"
     )

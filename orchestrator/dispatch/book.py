@@ -113,20 +113,22 @@ class Book(Observer):
             self._release(self.pool.running[header.dispatch_id])
             self.accounts.finish(header)
         self.pool.finish(known)
-        self._observers.groups_ready(known)
-        return [h for h in known if self.is_tainted(h)]
+        tainted = [header for header in known if self.is_tainted(header)]
+        self._observers.groups_ready([header for header in known if header not in tainted])
+        return tainted
 
     def is_tainted(self, header: GroupHeader) -> bool:
         """Whether a replica that failed verification may have sampled tokens of this group under the failed policy."""
         return self._replicas.is_tainted(header.replica, header.incarnation, header.policies)
 
     def unverified(self) -> set[str]:
-        """Ready groups with tokens of a policy that their replica was asked to take and is not verified for yet."""
+        """Ready groups with tokens of a policy that their replica was asked to take and is not verified for: not yet,
+        or never (they are about to be rejected)."""
         taking = {(r.slot, r.incarnation): r.applying for r in self._replicas if r.applying is not None}
         return {
             header.dispatch_id
             for header in self.pool.ready.values()
-            if (policy := taking.get((header.replica, header.incarnation))) is not None and policy in header.policies
+            if taking.get((header.replica, header.incarnation)) in header.policies or self.is_tainted(header)
         }
 
     def of_worker(self, index: int) -> list[Dispatch]:

@@ -2,7 +2,7 @@
 rooms together."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from orchestrator.replicas.replicas import Replicas
 from orchestrator.run_dir.events import EventLog
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.lineage import Lineage
+from orchestrator.run_dir.record import RunEvent
 from orchestrator.signals.live import LiveSignals
 from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.observer import NO_SINKS, Observing, Sinks
 from orchestrator.signals.rows import Signals, write_summary
 from rollout.errors import UserError, boundary
 from rollout.types.dispatch import LedgerEntry, RejectReason
-from rollout.types.protocols import Recovery
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import latest_checkpoint
 
@@ -78,6 +78,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
                 await within(fleet.ready(), config.deadlines.trainer_start_s, key, what)
                 return await drive(config, run, inputs, fleet, reporter, stop.attach, sinks)
             finally:
+                stop.run_has_ended()
                 ignore_signals()
                 await fleet.close()
 
@@ -128,7 +129,7 @@ async def drive(
     )
     parts = build_parts(site, opening)
     await parts.book.store.commit_version(LedgerEntry(policy=start, digest=opening.manifest.digest))
-    await _end_unconfirmed(parts, opening.recovery)
+    await _end_unconfirmed(parts, opening)
     if inputs.prompts is not None:
         await parts.book.store.record_event("prompts_checked", asdict(inputs.prompts))
     loop = Loop(config, fleet, parts, progress)
@@ -149,24 +150,47 @@ async def _opened(config: RunConfig, run: RunDir, fleet: Fleet) -> Opening:
     run.weights.mkdir(exist_ok=True)
     publishing, key = fleet.trainer.publish(start), "deadlines.checkpoint_s"
     manifest = await within(publishing, deadlines.checkpoint_s, key, f"the trainer to publish {start.key}")
-    return Opening(recovery=recovery, manifest=manifest, fingerprints=_fingerprints(run) if saved else ())
-
-
-def _fingerprints(run: RunDir) -> tuple[str, ...]:
-    """Configurations of the scores that the run has so far, in order."""
     log = EventLog(run.events)
     log.read()
-    return tuple(event.text("fingerprint") for event in log.all(Lineage(log.resumed)) if event.kind == "evaluation")
+    events = log.all(Lineage(log.resumed)) if saved else []
+    return Opening(
+        recovery=recovery,
+        manifest=manifest,
+        fingerprints=tuple(event.text("fingerprint") for event in events if event.kind == "evaluation"),
+        unverified=unverified_at_the_end(events),
+    )
 
 
-async def _end_unconfirmed(parts: LoopParts, recovery: Recovery) -> None:
+def unverified_at_the_end(events: Iterable[RunEvent]) -> frozenset[tuple[int, PolicyVersion]]:
+    """(slot, policy) that the events of a run leave open: the replica was to take the policy over, and never showed
+    that it had."""
+    found: set[tuple[int, PolicyVersion]] = set()
+    for event in events:
+        if event.kind not in ("replica_straggles", "replica_failed", "replica_caught_up") or not event.text("policy"):
+            continue
+        slot, policy = int(event.number("replica")), PolicyVersion.parse(event.text("policy"))
+        if event.kind == "replica_caught_up":
+            found = {(other, older) for other, older in found if other != slot or older > policy}
+        else:
+            found.add((slot, policy))
+    return frozenset(found)
+
+
+async def _end_unconfirmed(parts: LoopParts, opening: Opening) -> None:
     """Groups with tokens of a version that was published when the run ended, and that no replica's canary has
-    confirmed, are not trained on."""
+    confirmed, are not trained on; nor are those of a replica that had not shown yet, or failed to show, that it has a
+    version which others confirmed."""
+    recovery = opening.recovery
     confirmed = {entry.policy for entry in recovery.ledger}
     unconfirmed = [header for header in recovery.ready if not header.policies <= confirmed]
-    await parts.book.reject(
-        unconfirmed, RejectReason.ORPHANED_VERSION, "tokens of a version that the ledger never committed"
-    )
+    said = "tokens of a version that the ledger never committed"
+    await parts.book.reject(unconfirmed, RejectReason.ORPHANED_VERSION, said)
+    doubtful = [
+        header
+        for header in recovery.ready
+        if header not in unconfirmed and not opening.unverified.isdisjoint((header.replica, p) for p in header.policies)
+    ]
+    await parts.book.reject(doubtful, RejectReason.CANARY, "sampled by a replica that was not verified for its version")
 
 
 async def _run(

@@ -68,6 +68,7 @@ class StopSignals:
         self._request_stop: Callable[[], None] | None = None
         self._asked = False
         self._task: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, request_stop: Callable[[], None]) -> None:
         """From now on, the first signal calls `request_stop`."""
@@ -93,7 +94,12 @@ class StopSignals:
         self._asked = True
         self._say(f"stopping after the running step, within {self._limit_s:g} s; a second signal stops at once")
         self._request_stop()
-        asyncio.get_running_loop().call_later(self._limit_s, self._end_now)
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end_now)
+
+    def run_has_ended(self) -> None:
+        """What is left to do is closing, which the limit of the running step must not cut short."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _end_now(self) -> None:
         if self._task is not None:

@@ -112,18 +112,15 @@ class Consistency:
             starting = self._fleet.new_auditor(index)
             limit_s, key = self._deadlines.trainer_start_s, "deadlines.trainer_start_s"
             port = await within(starting, limit_s, key, f"consistency service {index} to start")
-            try:
-                while True:
-                    await self._audit_next(port)
-                    lost = 0
-            except (ProcessLostError, DeadlineError) as error:
-                lost += 1
-                await port.kill()
-                if lost >= MAX_LOST:
-                    said = f"consistency service {index} was lost {lost} times in a row: {error}"
-                    raise ConcordError(f"{said}; set consistency.mode to 'off' to go on without") from error
-                self.sums.lost_a_service()
-                await self._book.store.record_event("auditor_lost", {"auditor": index, "detail": str(error)})
+            while (error := await self._audit_next(port)) is None:
+                lost = 0
+            lost += 1
+            await port.kill()
+            if lost >= MAX_LOST:
+                said = f"consistency service {index} was lost {lost} times in a row: {error}"
+                raise ConcordError(f"{said}; set consistency.mode to 'off' to go on without") from error
+            self.sums.lost_a_service()
+            await self._book.store.record_event("auditor_lost", {"auditor": index, "detail": str(error)})
 
     async def waive(self) -> None:
         """`gate` with `when_behind = "audit"`: let groups go on unscored after `behind_s`; ends by cancellation."""
@@ -132,19 +129,20 @@ class Consistency:
                 self._book.ring()
             await asyncio.sleep(min(1.0, self._config.behind_s / 4))
 
-    async def _audit_next(self, port: AuditorPort) -> None:
+    async def _audit_next(self, port: AuditorPort) -> ConcordError | None:
+        """Audit what waits; answers with what was wrong where the service is lost."""
         batch = await self.queue.take()
         if not batch:
-            return
+            return None
         ids = [header.dispatch_id for header in batch]
         kind = ANNOTATION_KIND if self.gates else EVIDENCE_KIND
         try:
             asked = port.audit(ids, self._context(batch), kind)
             what = f"the consistency service to score {len(batch)} groups"
             report = await within(asked, self._config.deadline_s, "consistency.deadline_s", what)
-        except ConcordError:
+        except (ProcessLostError, DeadlineError) as error:
             self.queue.put_back(batch)
-            raise
+            return error
         for dispatch_id in ids:
             self.queue.done(dispatch_id)
         self.sums.add(report)
@@ -153,6 +151,7 @@ class Consistency:
             await self.gaps.take(gap, incarnations[gap.replica])
         if self.gates:
             await self._let_through(report.groups)
+        return None
 
     def _context(self, batch: Sequence[GroupHeader]) -> AuditContext:
         replicas = [(self._replicas[slot], number) for slot, number in sorted(_incarnations(batch).items())]

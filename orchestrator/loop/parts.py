@@ -45,6 +45,8 @@ class Opening:
     manifest: WeightManifest
     fingerprints: tuple[str, ...] = ()
     """Configurations of the evaluations that the run has so far, in order."""
+    unverified: frozenset[tuple[int, PolicyVersion]] = frozenset()
+    """(slot, policy) of replicas that had not shown, when the run ended, that they have a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,12 +87,14 @@ class ReplicaLifecycle:
         unverified = () if replica.applying is None else (replica.applying,)
         self._replicas.taint(slot, incarnation, unverified)
         await self._replicas.retire(replica)
-        fields = {"replica": slot, "incarnation": incarnation, "reason": reason}
-        await self._store.record_event("replica_failed", {**fields})
-        await self._observers.replica_failed(failure)
         if slot not in self._restarting:
             self._restarting.add(slot)
             self._group.create_task(self._restart(replica), name=f"restart of replica {slot}")
+        tainted = unverified or tuple(suspects)
+        fields = {"replica": slot, "incarnation": incarnation, "reason": reason}
+        fields |= {"policy": tainted[-1].key if tainted else None}
+        await self._store.record_event("replica_failed", {**fields})
+        await self._observers.replica_failed(failure)
 
     def update(self, replica: Replica, manifest: WeightManifest) -> asyncio.Task[ApplyReport | ConcordError]:
         """Bring a replica to `manifest`, in a task that outlives whoever waits for it. One that fails at it is given
@@ -130,7 +132,9 @@ class ReplicaLifecycle:
                 await self._update(replica, self._weights.manifest)
         finally:
             self._catching_up.discard(key)
-        if replica.is_live(key[1]):
+        if replica.is_live(key[1]) and replica.applied is not None:
+            fields = {"replica": replica.slot, "policy": replica.applied.key}
+            await self._store.record_event("replica_caught_up", {**fields})
             self._serves(replica)
 
     def _serves(self, replica: Replica) -> None:

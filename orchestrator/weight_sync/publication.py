@@ -110,9 +110,9 @@ class Publisher:
             answers = await self._update_all(serving, manifest)
             reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
             if reports:
+                await self._report_stragglers(serving, manifest.policy)  # first: a resume must know of them
                 await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
                 self._weights.move_to(manifest)
-                await self._report_stragglers(serving, manifest.policy)
                 self._lifecycle.committed()
                 self._observers.version_committed(manifest.policy, reports)
                 return

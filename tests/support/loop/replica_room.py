@@ -187,6 +187,9 @@ class ReplicaRoom:
             if got == kind:
                 return fields
 
+    def manifest(self, version: int) -> WeightManifest:
+        return manifest(version)
+
     def serving(self) -> list[int]:
         return [replica.slot for replica in self.replicas.serving(self.weights.policy)]
 
