@@ -141,6 +141,7 @@ class RunConfig(Section):
             mixture_of_experts=None if tiny is None else tiny.moe,
             scripted_trainer=self.trainer.type == "scripted",
             ratio_unused=self.consistency.mode == "gate" and isinstance(self.consistency.correction, NoCorrection),
+            coupled_terms=self.trainer.algorithm.couples_tokens,
             evaluates=self.evaluation.every_steps > 0,
             sums=self.environment.type == "arithmetic",
         )

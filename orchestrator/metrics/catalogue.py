@@ -12,7 +12,7 @@ from orchestrator.metrics.consistency import Agreement
 from orchestrator.metrics.learning import Blocks, DataAndReward, NumericalUpdates, PolicyChange
 from orchestrator.metrics.state import Ended, Moment, Series
 from orchestrator.metrics.system import System
-from orchestrator.metrics.types import MAX_REWARD_PARTS, Extent, Metric
+from orchestrator.metrics.types import MAX_REWARD_PARTS, MAX_STATISTICS, Extent, Metric
 
 BLOCK_CATALOGUE: tuple[Metric, ...] = Blocks.metrics
 """Signals with a value for each block of the model, in the block parts."""
@@ -52,6 +52,7 @@ def sizes_of(config: RunConfig, *, blocks: int, heads: int) -> dict[Extent, int]
         Extent.HEADS: heads,
         Extent.ENVIRONMENTS: 1,
         Extent.REWARD_PARTS: MAX_REWARD_PARTS + 1,
+        Extent.STATISTICS: MAX_STATISTICS,
     }
 
 

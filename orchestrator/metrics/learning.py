@@ -107,6 +107,12 @@ class PolicyChange(CatalogueSection, layer=2):
     """Share of loss tokens clipped from below."""
     clip_fraction_high = step_column("ratio", lambda step: step.report.clip_fraction_high)
     """Share of loss tokens clipped from above."""
+    algorithm_statistic = step_gauge(
+        "ratio",
+        lambda step: {(name,): value for name, value in step.report.statistics},
+        Label(name="statistic", extent=Extent.STATISTICS),
+    )
+    """What the algorithm measures of its loss tokens, mean of the last step, by the name that it declares."""
     reference_kl_nats = step_gauge(
         "nats",
         lambda step: {(estimator,): kl for estimator, kl in step.report.reference_kls},

@@ -42,11 +42,14 @@ class Extent(StrEnum):
     HEADS = "attention heads of a block"
     ENVIRONMENTS = "environments"
     REWARD_PARTS = "parts of the reward"
+    STATISTICS = "statistics of the algorithm"
 
 
 MAX_REWARD_PARTS = 16
 """Parts of the reward that have series of their own. The reward function chooses their names, so what comes later is
 summed up as `other`."""
+MAX_STATISTICS = 16
+"""Statistics that an algorithm may declare."""
 UNMEASURED = -1.0
 """In a row: nothing was measured."""
 OTHER = "other"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.config import RunConfig, parse_config
 from rollout.errors import UserError
@@ -133,13 +133,14 @@ RETIRED_KEYS = (("trainer", "gradloc", "subtract"),)
 """Keys that chose how something is done, not what comes out; the config of an older run directory may hold them."""
 
 
-def _without_retired(document: dict[str, Any]) -> dict[str, Any]:
+def _without_retired(document: Any) -> Any:  # noqa: ANN401 - whatever the file holds
     """A stored config without the keys that no longer choose anything."""
     for *sections, key in RETIRED_KEYS:
-        section = document
+        section: Any = document
         for name in sections:
-            section = section.get(name, {})
-        section.pop(key, None)
+            section = cast(dict[str, Any], section).get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            cast(dict[str, Any], section).pop(key, None)
     return document
 
 

@@ -43,6 +43,8 @@ class FaultSurroundings:
     scripted_trainer: bool = False
     ratio_unused: bool = False
     """The loss compares no log-prob with the rollout's: old ones are recomputed, and nothing is corrected."""
+    coupled_terms: bool = False
+    """A term of the loss depends on the other tokens of its sequence."""
     evaluates: bool = False
     """Held-out prompts are evaluated."""
     sums: bool = True
@@ -68,6 +70,11 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
         yield (
             "consistency.mode = 'gate' recomputes the old log-probs, and without a correction the rollout's are not in "
             "the loss; set consistency.correction.type, such as 'tis', or another mode"
+        )
+    if isinstance(fault, RatioSpikeFault) and around.coupled_terms:
+        yield (
+            "the algorithm's ratio is its sequence's, which one token hardly moves; set trainer.algorithm.type to one "
+            "whose ratio is the token's, such as 'grpo'"
         )
     if isinstance(fault, EvaluationTemplateFault | TrainEvalOverlapFault) and not around.evaluates:
         yield "nothing is evaluated; set evaluation.every_steps"

@@ -1,11 +1,10 @@
 """The binary form of a trajectory group: one contiguous buffer from the episode worker to the trainer, and on disk.
 
 Layout: a 24-byte prefix (magic, format version, length of the header, CRC-32, total bytes), a JSON header with
-everything that is not an
-array, then the columns of all trajectories, each column on a 16-byte boundary: token ids (uint16 if all fit, else
-int32), the float32 log-probs of the sampled positions only, and the routing traces. Where a token was sampled follows
-from the version spans, which cover exactly those positions. This module knows nothing of the store, of files, or of who
-sends the buffer.
+everything that is not an array, then the columns of all trajectories, each column on a 16-byte boundary: token ids
+(uint16 if all fit, else int32), the float32 log-probs of the sampled positions only, and the routing traces. Where a
+token was sampled follows from the version spans, which cover exactly those positions. This module knows nothing of the
+store, of files, or of who sends the buffer.
 """
 
 import json

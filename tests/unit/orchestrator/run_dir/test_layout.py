@@ -25,6 +25,14 @@ def test_a_stored_key_that_no_longer_chooses_anything_is_no_trouble(tmp_path: Pa
     assert open_run_dir(run.path)[1].trainer.gradloc.enabled
 
 
+@pytest.mark.parametrize("text", ["[]", '{"trainer": 1}', '{"trainer": {"gradloc": []}}'])
+def test_a_stored_config_that_is_none_is_refused(tmp_path: Path, text: str):
+    run = stored(tmp_path, {})
+    run.config.write_text(text)
+    with pytest.raises(UserError):
+        open_run_dir(run.path)
+
+
 def test_a_stored_key_that_nobody_knows_is_refused(tmp_path: Path):
     run = stored(tmp_path, {"subtracted": True})
     with pytest.raises(UserError, match=r"(?s)another version of Concord wrote .*trainer\.gradloc\.subtracted"):

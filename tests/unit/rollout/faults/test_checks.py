@@ -32,6 +32,7 @@ def parsed(plant: str, *overrides: str) -> RunConfig:
         ("replica=0", (), "its kind is missing"),
         ('type="grad_spike"', ("trainer.type=scripted", "engine.type=scripted"), "set trainer.type = 'fsdp'"),
         ('type="ratio_spike"', ("consistency.mode=gate",), "set consistency.correction.type"),
+        ('type="ratio_spike"', ("trainer.algorithm.type=gspo",), "such as 'grpo'"),
         ('type="nan_token", start_version=0', (), "greater than or equal to 1"),
         ('type="grad_spike", replica=0', (), "unknown key"),
     ],
