@@ -4,7 +4,7 @@ Forward and backward walk the tokens in chunks; backward computes a chunk's logi
 for float64 inputs). This module knows no model and no batch.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # noqa: ANN401
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        *grads: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
         logprob_grad, entropy_grad = grads
         if logprob_grad is None and entropy_grad is None:
@@ -85,7 +88,8 @@ def chunked_logprobs(
     Returns:
         [N] and [N], float32 (float64 for float64 inputs); both are differentiable in hidden and weight.
     """
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    apply = cast(Any, _ChunkedLogprobs).apply
+    return apply(hidden, weight, targets, temperature, chunk_tokens)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
