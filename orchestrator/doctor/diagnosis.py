@@ -3,13 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.doctor import rules_difficulty as difficulty
-from orchestrator.doctor import rules_inputs as inputs
-from orchestrator.doctor import rules_numerical as numerical
-from orchestrator.doctor import rules_policy as policy
-from orchestrator.doctor import rules_reward as reward
-from orchestrator.doctor import rules_system as system
 from orchestrator.doctor.findings import Finding, Severity
+from orchestrator.doctor.rules import difficulty, inputs, numerical, policy, reward, system
 from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.run_dir.record import Record
 

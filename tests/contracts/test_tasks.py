@@ -214,7 +214,7 @@ assert DUMMY.queries[0][0] == rules[0]["expr"].split()[0] == DECLARED["concord_d
                 "    Cause.DUMMY: inputs.dummy,\n    Cause.TRAIN_EVAL_OVERLAP: ",
             ),
             (
-                "orchestrator/doctor/rules_inputs.py",
+                "orchestrator/doctor/rules/inputs.py",
                 "def train_eval_overlap(",
                 "def dummy(record):\n"
                 '    return Finding(Cause.DUMMY, Severity.WARN, 1, "a dummy", ())\n\n\n'
@@ -334,7 +334,7 @@ def test_a_task_touches_only_what_its_row_names(task: Task):
     places = [name for name in named if "/" in name]
     strange = [file for file in task.touched if not any(file.startswith(place) for place in places)]
     if task.name == "a rule of the doctor":
-        strange = [file for file in strange if not file.startswith("orchestrator/doctor/rules_")]
+        strange = [file for file in strange if not file.startswith("orchestrator/doctor/rules/")]
     assert not strange
 
 

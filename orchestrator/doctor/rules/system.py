@@ -4,7 +4,7 @@ failures and events."""
 from collections.abc import Callable
 
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
-from orchestrator.doctor.rules_inputs import PAST_STEPS, failures
+from orchestrator.doctor.rules.inputs import PAST_STEPS, failures
 from orchestrator.doctor.trends import level
 from orchestrator.doctor.windows import gained, held, newest
 from orchestrator.metrics.causes import Cause

@@ -2,7 +2,7 @@
 
 from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.rules_reward import REWARD_ERRORS, SCORE_ERRORS, length_reward, reward_inverted
+from orchestrator.doctor.rules.reward import REWARD_ERRORS, SCORE_ERRORS, length_reward, reward_inverted
 from orchestrator.doctor.trends import change, level, since
 from orchestrator.doctor.windows import WINDOW, held, newest
 from orchestrator.metrics.causes import Cause
