@@ -33,7 +33,7 @@ def failing_as(reason: FailReason, error: type[ConcordError], context: str) -> G
         EpisodeFailure: from any `Exception`.
     """
     try:
-        with boundary(error, context):
+        with boundary(error, context, placed=reason is not FailReason.ENGINE):
             yield
     except EpisodeFailure:
         raise

@@ -20,7 +20,8 @@ def judge(function: RewardFunction, prompt: Prompt, completion: str, trajectory:
         RewardInvalid: it returned NaN, infinity, or something that is not a number.
     """
     try:
-        with boundary(RewardRaised, f"the reward of {trajectory.trajectory_id} (prompt {prompt.prompt_id}) raised"):
+        what = f"the reward of {trajectory.trajectory_id} (prompt {prompt.prompt_id}) raised"
+        with boundary(RewardRaised, what, placed=True):
             answer: object = function(prompt, completion, trajectory)
     except RewardFailure:
         raise

@@ -13,7 +13,7 @@ import pytest
 from support.builders import build_prompt, build_trajectory
 
 from rollout.config import ExactMatchConfig, MathVerifyConfig, PythonRewardConfig
-from rollout.errors import RewardError, UserError
+from rollout.errors import RewardError, UserError, place_in
 from rollout.rewards.errors import RewardFailure, RewardInvalid, RewardRaised, RewardTimeout, RewardWorkerDied
 from rollout.rewards.judging import judge, judge_group
 from rollout.rewards.registry import build_reward, needs_answer, needs_text
@@ -148,6 +148,21 @@ def test_a_group_is_judged_in_order():
         0.0,
         1.0,
     ]
+
+
+def test_a_reward_that_raises_is_reported_with_the_line_of_the_users_code_that_called_what_failed(tmp_path: Path):
+    """The exception comes out of the standard library; what can be mended is the line of the user's that led there."""
+    (tmp_path / "graded_by_json.py").write_text(
+        "import json\n\ndef reward(prompt, completion, trajectory):\n    return json.loads(completion)['score']\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        function = build_reward(PythonRewardConfig(function="graded_by_json:reward"))
+    finally:
+        sys.path.remove(str(tmp_path))
+    with pytest.raises(RewardRaised) as caught:
+        judge(function, build_prompt(), "no JSON", SAMPLE)
+    assert place_in(str(caught.value)) == f"{tmp_path}/graded_by_json.py:4 in reward"
 
 
 @pytest.mark.parametrize("error", [RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied])
