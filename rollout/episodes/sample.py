@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.errors import EngineError
 from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.supports import TokenSupports, joined_supports, unlisted
 from rollout.types.trajectory import FinishReason, RoutingTrace, VersionSpan
 from rollout.types.weights import PolicyVersion
 
@@ -38,6 +39,7 @@ class GrowingSample:
         self._sampled: list[tuple[int, NDArray[np.float32]]] = []
         self._spans: list[tuple[PolicyVersion, int, int]] = []
         self._routing: list[RoutingTrace] = []
+        self._supports: list[tuple[int, TokenSupports]] = []
         self._turn_start, self._turn_piece = self.length, 1
 
     def add(self, chunk: TokenChunk, request: GenerationRequest, turn: int) -> bool:
@@ -56,6 +58,8 @@ class GrowingSample:
             raise BadAnswer(f"sample {chunk.sample_index} came as {got}; expected int32 and float32")
         count = chunk.token_ids.size
         if count:
+            if chunk.supports is not None:
+                self._supports.append((self.length, chunk.supports))
             self._append(chunk, count)
         if chunk.routing is not None:
             self._routing.append(chunk.routing)
@@ -110,6 +114,17 @@ class GrowingSample:
         if not self._routing or (len(self._routing) == 1 and self.turns == 1):
             return self._routing[0] if self._routing else None
         return _merged_routing(self._routing, self.length - 1)
+
+    def supports(self) -> TokenSupports | None:
+        """[length] what the sampler kept of each draw; None where it never said so."""
+        if not self._supports:
+            return None
+        parts: list[TokenSupports] = []
+        end = 0
+        for start, supports in self._supports:
+            parts += [unlisted(start - end), supports]
+            end = start + supports.counts.size
+        return joined_supports([*parts, unlisted(self.length - end)])
 
     def _append(self, chunk: TokenChunk, count: int) -> None:
         start, end = self.length, self.length + count

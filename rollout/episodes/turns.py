@@ -107,6 +107,7 @@ class Episode:
             finish_reason=sample.finish_reason,
             timings=Timings(started_at_s=self._started_at_s, generation_s=sample.ended_at_s - self._started_s),
             routing=sample.routing(),
+            supports=sample.supports(),
         )
 
     def _shared_prompt(self) -> NDArray[np.int32]:

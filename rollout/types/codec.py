@@ -2,9 +2,11 @@
 
 Layout: a 24-byte prefix (magic, format version, length of the header, CRC-32, total bytes), a JSON header with
 everything that is not an array, then the columns of all trajectories, each column on a 16-byte boundary: token ids
-(uint16 if all fit, else int32), the float32 log-probs of the sampled positions only, and the routing traces. Where a
-token was sampled follows from the version spans, which cover exactly those positions. This module knows nothing of the
-store, of files, or of who sends the buffer.
+(uint16 if all fit, else int32), the float32 log-probs of the sampled positions only, and of each trajectory its routing
+trace and its supports (uint8 counts of the sampled positions, and the kept ids). Where a token was sampled follows from
+the version spans, which cover exactly those positions. A trajectory without supports is written as it was before there
+were any, and what was written then is still read. This module knows nothing of the store, of files, or of who sends the
+buffer.
 """
 
 import json
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import StoreError, boundary
+from rollout.types.supports import TokenSupports
 from rollout.types.trajectory import (
     EncodedGroup,
     EngineTag,
@@ -41,9 +44,11 @@ FORMAT_VERSION = 1
 _PREFIX = struct.Struct("<4sIIIQ")
 _ALIGNMENT = 16
 _TAG_FIELDS = tuple(field.name for field in fields(EngineTag))
+_OLD_TAG_FIELDS = _TAG_FIELDS[:-1]
+"""Before engines listed supports."""
 _TRAJECTORY_FIELDS = tuple(field.name for field in fields(Trajectory))
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
-_tag_values = attrgetter(*_TAG_FIELDS)
+_tag_values, _old_tag_values = attrgetter(*_TAG_FIELDS), attrgetter(*_OLD_TAG_FIELDS)
 _group_names = attrgetter("dispatch_id", "prompt_id", "environment")
 compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 """JSON without spaces, keys in the order given."""
@@ -71,11 +76,11 @@ def encode(group: TrajectoryGroup) -> EncodedGroup:
             "environment": group.environment,
             "reward_s": group.reward_s,
             "narrow_ids": narrow,
-            "tags": [_tag_values(tag) for tag in tags],
+            "tags": [_tag_values(tag) if tag.lists_supports else _old_tag_values(tag) for tag in tags],
             "trajectories": rows,
         }
     ).encode()
-    columns = [ids.astype(np.uint16) if narrow else ids, *_logprob_and_routing_columns(group)]
+    columns = [ids.astype(np.uint16) if narrow else ids, *_logprob_columns(group), *_columns_by_trajectory(group)]
     payload = _assemble(header, columns)
     return EncodedGroup(header=header_of(group, payload.size), payload=payload)
 
@@ -128,7 +133,7 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: l
     index = next((i for i, tag in enumerate(tags) if tag is trajectory.tag or tag == trajectory.tag), len(tags))
     if index == len(tags):
         tags.append(trajectory.tag)
-    timings, routing = trajectory.timings, trajectory.routing
+    timings, routing, supports = trajectory.timings, trajectory.routing, trajectory.supports
     return [
         trajectory.trajectory_id,
         trajectory.token_ids.size,
@@ -145,17 +150,27 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, reward: Reward, tags: l
         float(reward.total),
         [(name, float(value)) for name, value in reward.parts],
         None if routing is None else [routing.experts.dtype.name, *routing.experts.shape[1:]],
+        *(() if supports is None else (np.dtype(_id_type(supports.ids)).name,)),
     ]
 
 
-def _logprob_and_routing_columns(group: TrajectoryGroup) -> list[NDArray[Any]]:
+def _logprob_columns(group: TrajectoryGroup) -> list[NDArray[Any]]:
     sampled = [t.rollout_logprobs[span.start : span.end] for t in group.trajectories for span in t.version_spans]
-    columns: list[NDArray[Any]] = [np.concatenate(sampled)]
+    return [np.concatenate(sampled)]
+
+
+def _columns_by_trajectory(group: TrajectoryGroup) -> list[NDArray[Any]]:
+    columns: list[NDArray[Any]] = []
     for trajectory in group.trajectories:
         if trajectory.routing is not None:
             columns += [
                 np.ascontiguousarray(trajectory.routing.experts),
                 np.ascontiguousarray(trajectory.routing.covered),
+            ]
+        if trajectory.supports is not None:
+            columns += [
+                trajectory.supports.counts[trajectory.sampled],
+                np.ascontiguousarray(trajectory.supports.ids.astype(_id_type(trajectory.supports.ids))),
             ]
     return columns
 
@@ -220,7 +235,7 @@ def _columns(
     buffer: NDArray[np.uint8], offset: int, rows: list[list[Any]], narrow: bool
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int]:
     """Ids, sampled and log-probs [sum of T] of all trajectories, one behind the other and read-only, and the offset
-    behind them, where routing traces start."""
+    behind them, where routing traces and supports start."""
     num_tokens = sum([row[1] for row in rows])
     ids_end = offset + num_tokens * (2 if narrow else 4)
     ids = buffer[offset:ids_end].view(np.uint16).astype(np.int32) if narrow else buffer[offset:ids_end].view(np.int32)
@@ -246,19 +261,22 @@ def _trajectories(buffer: NDArray[np.uint8], offset: int, header: dict[str, Any]
     """Made without the checks of construction, half the cost of decoding: `encode` took checked ones, and
     the checksum says that these are their bytes."""
     rows: list[list[Any]] = header["trajectories"]
-    ids, sampled, logprobs, routing_from = _columns(buffer, offset, rows, header["narrow_ids"])
+    ids, sampled, logprobs, traces_from = _columns(buffer, offset, rows, header["narrow_ids"])
     tags: list[EngineTag] = [_tag(*values) for values in header["tags"]]
     names = (header["dispatch_id"], header["prompt_id"], header["environment"])
     first = 0
     tag: int
-    for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape in rows:
+    for identity, size, turns, tag, finish, started_at_s, generation_s, spans, _, _, shape, *more in rows:
         here, first = slice(first, first + size), first + size
         routing: RoutingTrace | None = None
         if shape is not None:
-            routing, routing_from = _routing(buffer, routing_from, size - 1, shape)
+            routing, traces_from = _routing(buffer, traces_from, size - 1, shape)
+        supports: TokenSupports | None = None
+        if more:
+            supports, traces_from = _supports(buffer, traces_from, sampled[here], more[0])
         arrays = (ids[here], sampled[here], logprobs[here])
         timings = Timings(started_at_s=started_at_s, generation_s=generation_s)
-        ending = (tags[tag], _FINISH_REASONS[finish], timings, routing)
+        ending = (tags[tag], _FINISH_REASONS[finish], timings, routing, supports)
         yield rebuilt(Trajectory, _TRAJECTORY_FIELDS, (identity, *names, *arrays, _spans(spans), turns, *ending))
 
 
@@ -285,11 +303,32 @@ def _routing(buffer: NDArray[np.uint8], offset: int, rows: int, shape: list[Any]
     )
 
 
+def _supports(
+    buffer: NDArray[np.uint8], offset: int, sampled: NDArray[np.bool_], id_type: str
+) -> tuple[TokenSupports, int]:
+    """The supports that start behind `offset`, and the offset behind them."""
+    start = _aligned(offset)
+    counts = np.zeros(sampled.size, dtype=np.uint8)
+    packed = buffer[start : start + int(np.count_nonzero(sampled))]
+    counts[sampled] = packed
+    ids_from, dtype = _aligned(start + packed.size), np.dtype(id_type)
+    end = ids_from + int(counts.sum(dtype=np.int64)) * dtype.itemsize
+    ids = buffer[ids_from:end].view(dtype).astype(np.int32, copy=False)
+    counts.flags.writeable = ids.flags.writeable = False
+    return TokenSupports(counts=counts, ids=ids), end
+
+
+def _id_type(ids: NDArray[np.int32]) -> type[np.uint16] | type[np.int32]:
+    """The narrowest type that holds these ids."""
+    return np.uint16 if not ids.size or int(ids.view(np.uint32).max()) < 1 << 16 else np.int32
+
+
 _policy = lru_cache(maxsize=256)(PolicyVersion)
 
 
 @lru_cache(maxsize=256)
 def _tag(*values: object) -> EngineTag:
-    by_name: dict[str, Any] = dict(zip(_TAG_FIELDS, values, strict=True))
+    names = _TAG_FIELDS if len(values) == len(_TAG_FIELDS) else _OLD_TAG_FIELDS
+    by_name: dict[str, Any] = dict(zip(names, values, strict=True))
     by_name["logprob_semantics"] = LogprobSemantics(by_name["logprob_semantics"])
     return EngineTag(**by_name)

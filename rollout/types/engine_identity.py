@@ -31,7 +31,8 @@ class EngineIdentity:
         weights_digest: str,
         quantization: str = "none",
     ) -> EngineTag:
-        """The tag of this replica. The KV cache has the dtype of the weights; log-probs are of what was sampled from.
+        """The tag of this replica. The KV cache has the dtype of the weights; log-probs are of what was sampled from,
+        and what a truncated draw kept is listed.
 
         Args:
             engine: which one.
@@ -56,4 +57,5 @@ class EngineIdentity:
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             chat_template_digest=self.chat_template_digest,
             weights_digest=weights_digest,
+            lists_supports=True,
         )

@@ -6,6 +6,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.types.supports import TokenSupports
 from rollout.types.trajectory import FinishReason, RoutingTrace
 from rollout.types.weights import PolicyVersion
 from rollout.types.wire import wired
@@ -23,6 +24,11 @@ class SamplingParams:
     """0 is off."""
     ignore_eos: bool = False
     """Sample `max_new_tokens` tokens whatever they are (for fixed work)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are out of reach of a draw."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 @wired
@@ -71,12 +77,19 @@ class TokenChunk:
     """Set on the last chunk of a sample only."""
     routing: RoutingTrace | None = None
     """On the last chunk of a sample only: routing of the whole sequence, prompt included."""
+    supports: TokenSupports | None = None
+    """[n] what the sampler kept of each draw; None where it kept everything, or does not say."""
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.logprobs.shape or self.token_ids.ndim != 1:
             raise ValueError(
                 f"request {self.request_id}: {self.token_ids.shape} ids but {self.logprobs.shape} log-probs in one "
                 "chunk"
+            )
+        if self.supports is not None and self.supports.counts.shape != self.token_ids.shape:
+            raise ValueError(
+                f"request {self.request_id}: {self.token_ids.shape} ids but supports of {self.supports.counts.shape} "
+                "tokens in one chunk"
             )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.prompts import Prompt
+from rollout.types.supports import TokenSupports
 from rollout.types.weights import PolicyVersion
 from rollout.types.wire import wired
 
@@ -55,6 +56,13 @@ class EngineTag:
     chat_template_digest: str
     weights_digest: str
     """Digest of the weights at the time of the tag."""
+    lists_supports: bool = False
+    """Whether it says which tokens a truncated draw kept (`rollout.types.supports`)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens were out of reach when a token was drawn."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 @wired
@@ -118,6 +126,8 @@ class Trajectory:
     finish_reason: FinishReason
     timings: Timings
     routing: RoutingTrace | None = None
+    supports: TokenSupports | None = None
+    """[T] what the sampler kept of each draw; None where it kept everything, or did not say."""
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -296,6 +306,8 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
         yield "a token that was not sampled has a log-prob; expected 0 there"
     if trajectory.routing is not None and trajectory.routing.covered.size != shape[0] - 1:
         yield f"routing has {trajectory.routing.covered.size} rows for {shape[0]} tokens; expected T - 1"
+    if trajectory.supports is not None:
+        yield from _support_faults(trajectory.supports, trajectory)
     position, covered = 0, 0
     for span in trajectory.version_spans:
         if not position <= span.start < span.end <= shape[0] or not trajectory.sampled[span.start : span.end].all():
@@ -303,3 +315,12 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
         position, covered = span.end, covered + span.end - span.start
     if covered == 0 or covered != trajectory.num_sampled:
         yield f"spans cover {covered} of {trajectory.num_sampled} sampled tokens; expected all, and at least one"
+
+
+def _support_faults(supports: TokenSupports, trajectory: Trajectory) -> Iterator[str]:
+    if supports.counts.shape != trajectory.token_ids.shape:
+        yield f"supports are of {supports.counts.size} tokens; expected {trajectory.token_ids.size}"
+    elif supports.counts[~trajectory.sampled].any():
+        yield "a token that was not sampled has a support; expected none there"
+    elif (lacking := supports.without(trajectory.token_ids)).size:
+        yield f"token {lacking[0]} is not among the tokens that its sampler kept; expected it there"

@@ -17,6 +17,7 @@ from rollout.tokenization.tokenizer import load_tokenizer
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, TokenChunk
 from rollout.types.prompts import Prompt
+from rollout.types.supports import TokenSupports
 from rollout.types.trajectory import FinishReason, Reward, RoutingTrace, Trajectory
 from rollout.types.weights import PolicyVersion
 
@@ -35,6 +36,7 @@ def chunk(
     policy: PolicyVersion = BASE,
     finish: FinishReason | None = None,
     routing: RoutingTrace | None = None,
+    supports: TokenSupports | None = None,
 ) -> TokenChunk:
     """A chunk whose log-probs are -TOKEN / 100."""
     logprobs = np.array([-token / 100 for token in tokens], dtype=np.float32)
@@ -46,6 +48,7 @@ def chunk(
         policy=policy,
         finish_reason=finish,
         routing=routing,
+        supports=supports,
     )
 
 

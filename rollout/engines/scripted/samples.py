@@ -14,7 +14,8 @@ from rollout.engines.scripted.clock import Clock, Timer
 from rollout.engines.scripted.draws import ScriptedDraws, draw_bits
 from rollout.engines.serving.requests import cut, tokens_left
 from rollout.types.engine_identity import EngineIdentity
-from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.types.supports import SUPPORT_LIMIT, TokenSupports
 from rollout.types.trajectory import FinishReason
 from rollout.types.weights import PolicyVersion
 
@@ -133,7 +134,16 @@ class SampleScript:
             token_ids[-1] = request.eos_ids[0]
         logprobs = self._draws.logprobs(sample.bits, 0, sample.done)
         reason = finish or (FinishReason.STOP if stops else FinishReason.LENGTH)
-        return cut(request.request_id, sample.index, token_ids, logprobs, sample.policies, reason)
+        supports = self._supports(token_ids, request.sampling) if request.sampling.truncates else None
+        return cut(request.request_id, sample.index, token_ids, logprobs, sample.policies, reason, supports=supports)
+
+    def _supports(self, token_ids: NDArray[np.int32], sampling: SamplingParams) -> TokenSupports:
+        """Each token and the ids behind it: as many as top-k keeps, where that is few enough to be listed; under top-p
+        alone four, as a sharp distribution would."""
+        width = min(sampling.top_k or 4, self._config.vocab_size)
+        width = 0 if width > SUPPORT_LIMIT else width
+        ids = (token_ids[:, None] + np.arange(width, dtype=np.int32)) % np.int32(self._config.vocab_size)
+        return TokenSupports(counts=np.full(token_ids.size, width, dtype=np.uint8), ids=ids.reshape(-1))
 
     def score(self, key: int, count: int) -> NDArray[np.float32]:
         """Log-probs [count] drawn from a key."""

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from rollout.errors import EngineError, UserError
 from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.supports import TokenSupports
 from rollout.types.trajectory import FinishReason, RoutingTrace
 from rollout.types.weights import PolicyVersion
 
@@ -76,6 +77,7 @@ def cut(
     starts: Sequence[tuple[PolicyVersion, int]],
     finish: FinishReason | None,
     routing: RoutingTrace | None = None,
+    supports: TokenSupports | None = None,
 ) -> list[TokenChunk]:
     """A whole sample as chunks, one a policy.
 
@@ -87,6 +89,7 @@ def cut(
         starts: (policy, first token sampled under it) in order, at least one; each reaches to the next, the last to n.
         finish: why the sample ended; it goes with the last chunk.
         routing: the trace of the whole sequence; it goes with the last chunk.
+        supports: [n] what each draw kept, where draws are truncated.
     """
     ends = [start for _, start in starts[1:]] + [token_ids.size]
     last = len(starts) - 1
@@ -99,6 +102,7 @@ def cut(
             policy=policy,
             finish_reason=finish if i == last else None,
             routing=routing if i == last else None,
+            supports=None if supports is None else supports.cut(start, end),
         )
         for i, ((policy, start), end) in enumerate(zip(starts, ends, strict=True))
     ]

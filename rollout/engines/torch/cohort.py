@@ -18,6 +18,7 @@ from rollout.engines.torch.cohort_cache import PrefillCache, RowCache
 from rollout.engines.torch.model import DecodeModel
 from rollout.engines.torch.routing import Experts, RoutingCapture
 from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.types.supports import listed_supports
 from rollout.types.trajectory import FinishReason, RoutingTrace
 from rollout.types.weights import PolicyVersion
 
@@ -41,6 +42,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list[float])
     policies: list[tuple[PolicyVersion, int]] = field(default_factory=list[tuple[PolicyVersion, int]])
     """(policy, first token sampled under it)"""
+    kept: list[list[int]] = field(default_factory=list[list[int]])
+    """Where draws are truncated, the ids that each kept; none where they are many."""
     finish: FinishReason | None = None
     routing: list[Experts] = field(default_factory=list[Experts])
     """Pieces [n, blocks, top_k], for consecutive inputs from 0."""
@@ -64,9 +67,17 @@ class Row:
     def chunks(self, policy: PolicyVersion) -> list[TokenChunk]:
         """All tokens, one chunk a policy; a sample without tokens (aborted) has one empty chunk under `policy`."""
         token_ids, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
-        starts = self.policies or [(policy, 0)]
-        request_id = self.request.request_id
-        return cut(request_id, self.sample_index, token_ids, logprobs, starts, self.finish, self._trace())
+        starts, request_id = self.policies or [(policy, 0)], self.request.request_id
+        return cut(
+            request_id,
+            self.sample_index,
+            token_ids,
+            logprobs,
+            starts,
+            self.finish,
+            routing=self._trace(),
+            supports=listed_supports(self.kept) if self.request.sampling.truncates else None,
+        )
 
     def _trace(self) -> RoutingTrace | None:
         if not self.routing:
@@ -158,7 +169,10 @@ class Cohort:
         uniform = torch.tensor(
             [[row.uniforms[len(row.tokens)]] for row in rows], dtype=torch.float64, device=logits.device
         )
-        tokens, logprobs = draw(logits, sampling, uniform)
+        tokens, logprobs, kept = draw(logits, sampling, uniform)
+        for row, ids in zip(rows, kept or (), strict=kept is not None):
+            if row.request.sampling.truncates:
+                row.kept.append(ids)
         return [
             row
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engines.sampling.sampling import RowSampling, draw, uniforms
+from rollout.engines.sampling.truncation import least_kept
 from rollout.types.generation import SamplingParams
+from rollout.types.supports import SUPPORT_LIMIT
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 
@@ -18,7 +20,7 @@ def rows(*params: SamplingParams) -> RowSampling:
 
 def draws(params: SamplingParams, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     logits = torch.tensor([LOGITS]).expand(uniform.size, -1)
-    tokens, logprobs = draw(logits, rows(*[params] * uniform.size), torch.from_numpy(uniform)[:, None])
+    tokens, logprobs, _ = draw(logits, rows(*[params] * uniform.size), torch.from_numpy(uniform)[:, None])
     return tokens.numpy(), logprobs.numpy()
 
 
@@ -62,6 +64,49 @@ def test_each_row_has_its_own_parameters():
     assert (logprobs > 0).sum(1).tolist()[:2] == [1, 6]
     assert torch.allclose(logprobs[1], torch.softmax(torch.tensor(LOGITS), 0))
     assert logprobs[2, 0] > 0.999
+
+
+def test_what_each_draw_kept_is_listed_where_it_is_little():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 200, generator=generator)
+    params = (
+        SamplingParams(max_new_tokens=1, top_k=3),
+        SamplingParams(max_new_tokens=1, top_k=SUPPORT_LIMIT),
+        SamplingParams(max_new_tokens=1, top_k=SUPPORT_LIMIT + 1),
+        SamplingParams(max_new_tokens=1, top_p=0.3, temperature=0.5),
+        SamplingParams(max_new_tokens=1),
+    )
+    sampling = RowSampling.of(list(params), 200, torch.device("cpu"))
+    tokens, logprobs, kept = draw(logits, sampling, torch.full((5, 1), 0.7, dtype=torch.float64))
+    assert kept is not None
+    processed = sampling.processed_logprobs(logits)
+    for row in (0, 1, 3):
+        assert set(kept[row]) == set(torch.nonzero(processed[row] > -torch.inf).flatten().tolist())
+        assert int(tokens[row]) in kept[row]
+        inside = torch.log_softmax(logits[row, kept[row]] / params[row].temperature, dim=-1)
+        assert float(logprobs[row]) == pytest.approx(float(inside[kept[row].index(int(tokens[row]))]), abs=1e-5)
+    assert [len(row) for row in kept][:3] == [3, SUPPORT_LIMIT, 0]
+    assert kept[2] == kept[4] == [], "too many, and all"
+    assert draw(logits, RowSampling.of([params[4]] * 5, 200, torch.device("cpu")), torch.full((5, 1), 0.5))[2] is None
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 40, 1500])
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.5, 1e-6])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_the_cut_is_that_of_a_whole_sort_however_wide_the_vocabulary(top_k: int, top_p: float, scale: float):
+    """Flat and sharp rows, next to rows that truncate otherwise or not at all."""
+    logits = scale * torch.randn(6, 3000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ks, ps = [top_k, 0, 7, 1200, 0, top_k], [top_p, 1.0, 0.8, 0.95, 0.95, top_p]
+    for chosen in ([0, 5], [0, 1, 2, 3, 4, 5]):
+        widths = torch.tensor([[ks[row] or 3000] for row in chosen])
+        shares = torch.tensor([[ps[row]] for row in chosen], dtype=torch.float64)
+        least = least_kept(logits[chosen], widths, shares, int(widths.max()))
+        for row, found in zip(chosen, least.flatten().tolist(), strict=True):
+            ordered = np.sort(logits[row].numpy())[::-1][: ks[row] or 3000]
+            probabilities = np.exp(ordered) / np.exp(ordered).sum()
+            number = int((np.cumsum(probabilities) - probabilities < ps[row]).sum())
+            kept = int((logits[row] >= found).sum())
+            assert kept == (max(1, number) if ps[row] < 1 else ordered.size), (chosen, row)
 
 
 @given(key=st.integers(0, 2**63 - 1), first=st.integers(0, 40), count=st.integers(1, 40))

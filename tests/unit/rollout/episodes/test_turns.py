@@ -14,6 +14,7 @@ from rollout.episodes.failure import EpisodeFailure
 from rollout.episodes.sampling_keys import sampling_key
 from rollout.types.dispatch import FailReason
 from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.types.supports import listed_supports
 from rollout.types.trajectory import FinishReason, TrajectoryGroup, VersionSpan
 from rollout.types.weights import PolicyVersion
 
@@ -195,6 +196,23 @@ def test_routing_of_a_conversation_keeps_the_rows_of_the_turn_that_sampled_them(
     assert routing.covered.tolist() == [False, *[True] * 7]
     np.testing.assert_array_equal(routing.experts[1:3], traces[0].experts[1:])
     np.testing.assert_array_equal(routing.experts[3:], traces[1].experts[3:])
+
+
+def test_what_each_turn_kept_of_its_draws_stands_at_its_tokens():
+    def listing(request: GenerationRequest) -> Iterable[TokenChunk]:
+        first = request.request_id == "d-0:0"
+        kept = listed_supports([[9, 3], [EOS]] if first else [[], [4, EOS]])
+        yield chunk(request, 0, (9, EOS), finish=FinishReason.STOP, supports=kept)
+
+    trajectory = run(ToldEngine(listing), [TalkingEnv([REPLY])]).trajectories[0]
+    assert trajectory.supports is not None
+    assert trajectory.sampled.tolist() == [False, False, True, True, False, False, False, True, True]
+    assert trajectory.supports.counts.tolist() == [0, 0, 2, 1, 0, 0, 0, 0, 2]
+    assert trajectory.supports.ids.tolist() == [9, 3, EOS, 4, EOS]
+
+
+def test_a_turn_that_kept_everything_lists_nothing():
+    assert run(ToldEngine(counting), [TalkingEnv([REPLY])]).trajectories[0].supports is None
 
 
 def test_turns_without_routing_leave_their_rows_missing():

@@ -10,6 +10,7 @@ from support.builders import BASE, build_group, build_tag
 
 from rollout.errors import StoreError
 from rollout.types.codec import checksum_of, decode, encode
+from rollout.types.supports import SUPPORT_LIMIT, TokenSupports, joined_supports, listed_supports, unlisted
 from rollout.types.trajectory import (
     FinishReason,
     Reward,
@@ -48,20 +49,28 @@ def trajectories(draw: st.DrawFn, index: int) -> Trajectory:
             experts=experts.astype(np.uint8) if draw(st.booleans()) else experts.astype(np.uint16),
             covered=rng.random(size - 1) < 0.5,
         )
+    token_ids = rng.integers(vocab_size, size=size, dtype=np.int32)
+    supports = None
+    if draw(st.booleans()):
+        counts = np.where(sampled, rng.integers(SUPPORT_LIMIT + 1, size=size), 0).astype(np.uint8)
+        ids = rng.integers(vocab_size, size=int(counts.sum()), dtype=np.int32)
+        ids[(np.cumsum(counts, dtype=np.int64) - 1)[counts > 0]] = token_ids[counts > 0]
+        supports = TokenSupports(counts=counts, ids=ids)
     return Trajectory(
         trajectory_id=draw(text),
         dispatch_id="d",
         prompt_id="p",
         environment="e",
-        token_ids=rng.integers(vocab_size, size=size, dtype=np.int32),
+        token_ids=token_ids,
         sampled=sampled,
         rollout_logprobs=logprobs,
         version_spans=tuple(spans),
         turns=len(runs),
-        tag=build_tag(replica=draw(st.integers(0, 2))),
+        tag=dataclasses.replace(build_tag(replica=draw(st.integers(0, 2))), lists_supports=draw(st.booleans())),
         finish_reason=draw(st.sampled_from(FinishReason)),
         timings=Timings(started_at_s=draw(finite), generation_s=draw(finite)),
         routing=routing,
+        supports=supports,
     )
 
 
@@ -107,6 +116,44 @@ def test_a_group_survives_the_round_trip_exactly(group: TrajectoryGroup) -> None
     assert_same(decode(encoded.payload), group)
     assert_same(decode(encoded.payload.tobytes()), group)
     assert encoded.header.num_bytes == encoded.payload.size
+
+
+def test_supports_cost_a_byte_a_sampled_token_and_two_or_four_a_kept_id() -> None:
+    group = build_group(spans=((BASE, 1000),), rewards=(0.0,))
+    (one,) = group.trajectories
+    plain, both = encode(group).payload.size, (one.token_ids, one.sampled)
+    for shift, width in ((0, 2), (1 << 16, 4)):
+        kept = [[int(token), 1 + shift, 2 + shift] if here else [] for token, here in zip(*both, strict=True)]
+        listed = dataclasses.replace(group, trajectories=(dataclasses.replace(one, supports=listed_supports(kept)),))
+        assert 0 <= encode(listed).payload.size - plain - 1000 * (1 + 3 * width) <= 64
+
+
+def test_a_support_without_its_own_token_is_no_support_of_it() -> None:
+    (one, _) = build_group().trajectories
+    kept = [[int(token), 30] if here else [] for token, here in zip(one.token_ids, one.sampled, strict=True)]
+    assert dataclasses.replace(one, supports=listed_supports(kept)).supports is not None
+    first = int(np.flatnonzero(one.sampled)[0])
+    for wrong, message in (
+        ({first: [int(one.token_ids[first]) + 1]}, f"token {first} is not among the tokens that its sampler kept"),
+        ({0: [int(one.token_ids[0])]}, "a token that was not sampled has a support"),
+    ):
+        rows = [wrong.get(position, row) for position, row in enumerate(kept)]
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(one, supports=listed_supports(rows))
+    with pytest.raises(ValueError, match=f"supports are of 3 tokens; expected {one.token_ids.size}"):
+        dataclasses.replace(one, supports=unlisted(3))
+
+
+def test_supports_are_cut_chosen_and_joined_by_token() -> None:
+    rows = [[5], [], [7, 8], list(range(SUPPORT_LIMIT + 1)), [9, 1, 2]]
+    whole = listed_supports(rows)
+    assert whole.counts.tolist() == [1, 0, 2, 0, 3], "a support above the limit is not listed"
+    assert_same(joined_supports([whole.cut(0, 2), unlisted(0), whole.cut(2, 5)]), whole)
+    assert_same(whole.at(np.array([4, 1, 2])), listed_supports([rows[4], [], rows[2]]))
+    assert whole.without(np.array([5, 0, 8, 3, 2], dtype=np.int32)).tolist() == []
+    assert whole.without(np.array([5, 0, 9, 3, 4], dtype=np.int32)).tolist() == [2, 4]
+    with pytest.raises(ValueError, match="as many int32 ids"):
+        TokenSupports(counts=whole.counts, ids=whole.ids[:-1])
 
 
 def test_decoded_arrays_cannot_be_written() -> None:
