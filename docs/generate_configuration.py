@@ -57,10 +57,11 @@ What `concord run` serves to Prometheus while it runs: at the address that it pr
 service discovery. `[exporter]` in [configuration](configuration.md) chooses host and port. Values are read from the
 loop every two seconds and at the end of every step; a scrape gets the newest ones and never makes the loop wait.
 
-Gauges marked *column* are one number a step and stand in `metrics/part-N.parquet` too, under their name without
-`concord_`; where a row says -1 because nothing was measured, Prometheus gets no sample. Counters and histograms start
-at 0 with the process; totals of a run over its resumes are gauges. No label holds an id: every set of label values is
-fixed when a run starts. The layer of diagnosis says where to look first when a signal moves. With
+A name ends with its unit where that is seconds, bytes, ratio, nats or tokens, and with `_total` where it counts. What
+has a *column* is one number a step and stands in `metrics/part-N.parquet` too, under the name that is given, without
+unit and `_total`; where a row says -1 because nothing was measured, Prometheus gets no sample. Counters and histograms
+start at 0 with the process; totals of a run over its resumes are gauges. No label holds an id: every set of label
+values is fixed when a run starts. The layer of diagnosis says where to look first when a signal moves. With
 `engine.serve_metrics`, vLLM's own metrics are on an endpoint of each replica, which the same file names.
 
 Alert rules on these names are in `deploy/prometheus`; [the runbook](runbook.md) says what to do about each.
@@ -256,7 +257,7 @@ def metrics_page() -> str:
 
 def kind_of_metric(metric: Metric) -> str:
     """Prometheus type, and whether it is a column."""
-    return f"{metric.type}, *column*" if metric.in_rows else str(metric.type)
+    return f"{metric.type}, *column* `{metric.column}`" if metric.in_rows else str(metric.type)
 
 
 def labels_of(metric: Metric) -> str:

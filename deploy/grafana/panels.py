@@ -4,6 +4,8 @@ deploy/prometheus/rules/recording.yml."""
 import re
 from dataclasses import dataclass
 
+from orchestrator.metrics.catalogue import BY_COLUMN
+
 NAME = re.compile(r"\b(concord[_:][a-z0-9_:]+)(\{)?")
 RATE = "$__rate_interval"
 EXPERTS = "with experts"
@@ -44,7 +46,7 @@ def of_run(expression: str) -> str:
 
 def lines(title: str, *names: str, unit: str = "none", layer: int = 0, help: str = "") -> Panel:
     """A line for each metric without labels, named by it."""
-    return Panel(title, tuple((f"concord_{name}", name) for name in names), unit, layer, help=help)
+    return Panel(title, tuple((BY_COLUMN[name].name, name) for name in names), unit, layer, help=help)
 
 
 def by(title: str, expression: str, *labels: str, unit: str = "none", layer: int = 0, help: str = "") -> Panel:
@@ -60,7 +62,7 @@ def rates(title: str, name: str, *labels: str, unit: str = "ops", help: str = ""
 
 def spread(title: str, name: str, selector: str = "", help: str = "") -> Panel:
     """A histogram over time."""
-    query = f"sum by (le) (increase(concord_{name}_bucket{selector}[{RATE}]))"
+    query = f"sum by (le) (increase({BY_COLUMN[name].name}_bucket{selector}[{RATE}]))"
     return Panel(title, ((query, "{{le}}"),), kind="heatmap", help=help)
 
 
@@ -162,7 +164,7 @@ POLICY = Dashboard(
     (
         lines("Entropy", "policy_entropy", help="Nats."),
         lines("KL of the step", "approx_kl", help="Mean k3 of old against new log-probs, nats."),
-        by("KL to version 0", "concord_reference_kl_nats", "estimator"),
+        by("KL to version 0", "concord_reference_kl_estimate_nats", "estimator"),
         lines("Clipped tokens", "clip_fraction_low", "clip_fraction_high", unit="percentunit"),
         lines("Spread of the advantages", "advantage_std"),
         DIAGNOSIS,
@@ -181,15 +183,15 @@ NUMERICAL = Dashboard(
         rates("Steps", "steps", "outcome"),
         by("Gradient norm by block", "concord_block_grad_norm", "block"),
         by("Largest over median block norm", "concord:block_grad_norm:max_over_median"),
-        by("Scale of each block's clip", "concord_block_clip_scale", "block"),
+        by("Scale of each block's clip", "concord_block_clip_scale_ratio", "block"),
         by("Threshold of each block's clip", "concord_block_clip_threshold", "block"),
         lines("Largest attention logit", "max_attention_logit"),
         by("Attention logits of the five largest heads", "topk(5, concord_block_max_attention_logit)", "block", "head"),
         by("Update ratio by block", "concord_block_update_ratio", "block", unit="sci"),
         by("Activations by block, RMS", "concord_block_activation_rms", "block"),
         by("Activations by block, kurtosis", "concord_block_activation_kurtosis", "block"),
-        by(f"Busiest expert over the mean, blocks {EXPERTS}", "concord_block_router_load_max", "block"),
-        by(f"Entropy of the experts' load, blocks {EXPERTS}", "concord_block_router_load_entropy", "block"),
+        by(f"Busiest expert over the mean, blocks {EXPERTS}", "concord_block_router_load_max_ratio", "block"),
+        by(f"Entropy of the experts' load, blocks {EXPERTS}", "concord_block_router_load_entropy_nats", "block"),
     ),
 )
 SYSTEM = Dashboard(
@@ -206,7 +208,7 @@ SYSTEM = Dashboard(
             ),
             help="Nats.",
         ),
-        by("Over the replica's own baseline", "concord_replica_baseline_multiple", "replica"),
+        by("Over the replica's own baseline", "concord_replica_baseline_multiple_ratio", "replica"),
         by(
             "Attributed gap",
             "concord_replica_attributed_nats",
@@ -215,8 +217,8 @@ SYSTEM = Dashboard(
             help="Nats; all 0 while the gap is within limits.",
         ),
         by("k3 of the gap", "concord_replica_gap_k3_nats", "replica", unit="sci"),
-        by("Effective sample size", "concord_replica_ess", "replica", unit="percentunit"),
-        by("F(2): ratio outside [1/2, 2]", "concord_replica_tail", "replica", unit="percentunit"),
+        by("Effective sample size", "concord_replica_ess_ratio", "replica", unit="percentunit"),
+        by("F(2): ratio outside [1/2, 2]", "concord_replica_tail_ratio", "replica", unit="percentunit"),
         spread("Staleness of trained tokens", "token_staleness_steps"),
         spread(
             "Importance ratio, distribution",
@@ -229,8 +231,14 @@ SYSTEM = Dashboard(
         rates("What failed in audited groups", "verdict_reasons", "reason"),
         rates("Findings by cause", "consistency_findings", "cause"),
         rates("Tokenizer drift", "tokenizer_drift", "kind"),
-        by("Experts that differ, by block", "concord_replica_routing_mismatch", "replica", "block", unit="percentunit"),
-        by("Coverage of routing evidence", "concord_replica_routing_coverage", "replica", unit="percentunit"),
+        by(
+            "Experts that differ, by block",
+            "concord_replica_routing_mismatch_ratio",
+            "replica",
+            "block",
+            unit="percentunit",
+        ),
+        by("Coverage of routing evidence", "concord_replica_routing_coverage_ratio", "replica", unit="percentunit"),
         rates("Rejected dispatches", "rejected_groups", "reason"),
         rates("Failed dispatches", "failed_groups", "reason"),
         by("Queues", "concord_queue_depth", "queue"),
@@ -294,7 +302,7 @@ GRADLOC = Dashboard(
         rates("Time in searches", "gradloc_search_seconds", unit="percentunit"),
         by("Skipped steps", 'concord_steps_total{outcome="skipped"}', "outcome"),
         by("Gradient norm by block", "concord_block_grad_norm", "block"),
-        by("Scale of each block's clip", "concord_block_clip_scale", "block"),
+        by("Scale of each block's clip", "concord_block_clip_scale_ratio", "block"),
     ),
 )
 DASHBOARDS = (OVERVIEW, DATA, POLICY, NUMERICAL, SYSTEM, FLEET, GRADLOC)

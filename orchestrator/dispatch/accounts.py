@@ -149,7 +149,7 @@ class Accounts(Observer):
     def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
         for header in batch:
             passed = sum(t.reward >= 1.0 for t in header.trajectories)
-            self.distributions.observe("concord_group_pass_rate", passed / len(header.trajectories))
+            self.distributions.observe("concord_group_pass_rate_ratio", passed / len(header.trajectories))
             self.distributions.observe_all(
                 "concord_response_length_tokens", (t.num_sampled for t in header.trajectories)
             )

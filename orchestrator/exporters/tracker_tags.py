@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from orchestrator.metrics.catalogue import DECLARED
+from orchestrator.metrics.catalogue import BY_COLUMN, DECLARED
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.state import LabelValues
@@ -99,7 +99,7 @@ class TrackedSignals:
 def meaning_of(tag: str) -> str:
     """What a curve shows, as the catalogue has it."""
     group, _, last = tag.partition("/")
-    metric = DECLARED[f"concord_{group.partition(': ')[2] or last}"]
+    metric = BY_COLUMN[group.partition(": ")[2] or last]
     return f"{metric.help} Unit: {metric.unit}."
 
 

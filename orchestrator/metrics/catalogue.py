@@ -22,6 +22,7 @@ CATALOGUE: tuple[Metric, ...] = tuple(
     for metric in section.metrics
 )
 DECLARED: Mapping[str, Metric] = {metric.name: metric for metric in CATALOGUE}
+BY_COLUMN: Mapping[str, Metric] = {metric.column: metric for metric in CATALOGUE}
 ROW_METRICS: tuple[Metric, ...] = tuple(metric for metric in CATALOGUE if metric.in_rows)
 COLUMNS: tuple[str, ...] = tuple(metric.column for metric in ROW_METRICS)
 

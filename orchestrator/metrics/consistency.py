@@ -18,6 +18,7 @@ from orchestrator.metrics.types import (
     histogram,
     single,
     step_column,
+    total_column,
 )
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.service.report import ReplicaGap
@@ -175,17 +176,17 @@ class Agreement(CatalogueSection, layer=4):
         "ratio", lambda now: min((routing.coverage for routing in _routings(now)), default=UNMEASURED), optional=True
     )
     """Share of sampled tokens with whole routing evidence, the worst replica's; -1 where none is expected."""
-    consistency_audited_groups = column("groups", lambda now: now.audits.audited)
+    consistency_audited_groups = total_column("groups", lambda now: now.audits.audited)
     """Groups that the consistency service has scored since the loop began."""
-    consistency_skipped_groups = column("groups", lambda now: now.audits_skipped)
+    consistency_skipped_groups = total_column("groups", lambda now: now.audits_skipped)
     """Groups chosen for an audit and let go because the service was behind."""
-    consistency_masked = column("trajectories", lambda now: now.audits.verdicts.get(Verdict.MASK, 0))
+    consistency_masked = total_column("trajectories", lambda now: now.audits.verdicts.get(Verdict.MASK, 0))
     """Trajectories with verdict mask since the loop began."""
-    consistency_rejected = column("trajectories", lambda now: now.audits.verdicts.get(Verdict.REJECT, 0))
+    consistency_rejected = total_column("trajectories", lambda now: now.audits.verdicts.get(Verdict.REJECT, 0))
     """Trajectories with verdict reject since the loop began."""
-    consistency_quarantined = column("trajectories", lambda now: now.audits.verdicts.get(Verdict.QUARANTINE, 0))
+    consistency_quarantined = total_column("trajectories", lambda now: now.audits.verdicts.get(Verdict.QUARANTINE, 0))
     """Trajectories with verdict quarantine since the loop began."""
-    consistency_degraded_steps = column("steps", lambda now: now.audits.degraded_steps)
+    consistency_degraded_steps = total_column("steps", lambda now: now.audits.degraded_steps)
     """Steps of mode gate that went on without recomputed log-probs."""
     consistency_busy = column("ratio", lambda now: now.share(now.audits.busy_s))
     """Share of the wall clock in which the service worked, since the loop began."""
@@ -193,7 +194,7 @@ class Agreement(CatalogueSection, layer=4):
     """Weight versions in the service's memory."""
     consistency_held_bytes = column("bytes", lambda now: now.audits.held_bytes)
     """Weights in the service's memory."""
-    auditor_restarts = column("restarts", lambda now: now.restarts["auditor"])
+    auditor_restarts = total_column("restarts", lambda now: now.restarts["auditor"])
     """Consistency service actors replaced since the loop began."""
     token_staleness_mean = step_column("steps", lambda step: step.facts.staleness_mean)
     """Mean staleness of the trained tokens."""

@@ -19,6 +19,7 @@ from orchestrator.metrics.types import (
     single,
     step_column,
     step_gauge,
+    total_column,
 )
 from rollout.types.dispatch import FailReason
 from trainer.types.gradloc import CulpritType
@@ -54,7 +55,7 @@ class DataAndReward(CatalogueSection, layer=1):
     """Mean sampled tokens of all finished trajectories."""
     length_cap_fraction = step_column("ratio", lambda step: step.facts.length_cap_fraction)
     """Share of all trajectories in the step's batch that ended at their length limit."""
-    reward_length_correlation = step_column("ratio", lambda step: step.facts.reward_length_correlation)
+    reward_length_correlation = step_column("correlation", lambda step: step.facts.reward_length_correlation)
     """Correlation of reward and sampled tokens within the trained groups; 0 where either does not differ."""
     zero_variance_groups = step_column("ratio", lambda step: step.facts.zero_variance)
     """Share of trained groups whose rewards are all equal."""
@@ -70,7 +71,7 @@ class DataAndReward(CatalogueSection, layer=1):
     """Standard error over prompts of the newest evaluation's score; -1 before the first."""
     eval_version = column("version", lambda now: now.evaluation["eval_version"], optional=True)
     """Version that the newest evaluation scored; -1 before the first."""
-    eval_fingerprint_changed = column("changes", lambda now: now.evaluation["eval_fingerprint_changed"])
+    eval_fingerprint_changed = total_column("changes", lambda now: now.evaluation["eval_fingerprint_changed"])
     """Changes of the evaluation's configuration since the run began: scores across one do not compare."""
     evaluation_score = gauge(
         "reward", lambda now: now.scores, Label(name="configuration", values=(*CONFIGURATIONS, OTHER))
@@ -108,12 +109,12 @@ class PolicyChange(CatalogueSection, layer=2):
     clip_fraction_high = step_column("ratio", lambda step: step.report.clip_fraction_high)
     """Share of loss tokens clipped from above."""
     algorithm_statistic = step_gauge(
-        "ratio",
+        "statistic",
         lambda step: {(name,): value for name, value in step.report.statistics},
         Label(name="statistic", extent=Extent.STATISTICS),
     )
     """What the algorithm measures of its loss tokens, mean of the last step, by the name that it declares."""
-    reference_kl_nats = step_gauge(
+    reference_kl_estimate = step_gauge(
         "nats",
         lambda step: {(estimator,): kl for estimator, kl in step.report.reference_kls},
         Label(name="estimator", values=("k1", "k3")),
@@ -136,21 +137,21 @@ class NumericalUpdates(CatalogueSection, layer=3):
         optional=True,
     )
     """Largest attention logit of all heads before the clip (trainer.optimizer.qk_clip); -1 where it is off."""
-    skipped_steps = column("steps", lambda now: now.skipped)
+    skipped_steps = total_column("steps", lambda now: now.skipped)
     """Steps not applied since the loop began: non-finite, or skipped by the gradient search."""
-    gradloc_runs_located = column("searches", lambda now: now.searches.outcomes.get("located", 0))
+    gradloc_runs_located = total_column("searches", lambda now: now.searches.outcomes.get("located", 0))
     """Gradient searches since the loop began that named the tokens behind a step's norm."""
-    gradloc_runs_diffuse = column("searches", lambda now: now.searches.outcomes.get("diffuse", 0))
+    gradloc_runs_diffuse = total_column("searches", lambda now: now.searches.outcomes.get("diffuse", 0))
     """Gradient searches since the loop began in which no few tokens dominated."""
-    gradloc_runs_inconclusive = column("searches", lambda now: now.searches.outcomes.get("inconclusive", 0))
+    gradloc_runs_inconclusive = total_column("searches", lambda now: now.searches.outcomes.get("inconclusive", 0))
     """Gradient searches since the loop began that ended with their passes, or looked at suspects only."""
-    gradloc_runs_clean = column("searches", lambda now: now.searches.outcomes.get("clean", 0))
+    gradloc_runs_clean = total_column("searches", lambda now: now.searches.outcomes.get("clean", 0))
     """Gradient searches since the loop began that ruled every token out."""
-    gradloc_runs_not_searched = column("steps", lambda now: now.searches.outcomes.get("not_searched", 0))
+    gradloc_runs_not_searched = total_column("steps", lambda now: now.searches.outcomes.get("not_searched", 0))
     """Steps since the loop began that asked for a gradient search and got none: spike_passes were spent."""
-    gradloc_passes = column("passes", lambda now: now.searches.passes)
+    gradloc_passes = total_column("passes", lambda now: now.searches.passes)
     """Passes of all gradient searches since the loop began."""
-    gradloc_seconds = column("seconds", lambda now: now.searches.seconds)
+    gradloc_seconds = total_column("seconds", lambda now: now.searches.seconds)
     """Seconds of all gradient searches since the loop began."""
     gradloc_searches = counter(
         "searches",
@@ -159,7 +160,7 @@ class NumericalUpdates(CatalogueSection, layer=3):
     )
     """Steps that asked for a gradient search, by its outcome."""
     gradloc_culprits = counter(
-        "tokens", lambda now: by(CULPRIT_TYPES, now.searches.types), Label(name="type", values=CULPRIT_TYPES)
+        "culprits", lambda now: by(CULPRIT_TYPES, now.searches.types), Label(name="type", values=CULPRIT_TYPES)
     )
     """Tokens that gradient searches named, by what is odd about them."""
     gradloc_search_passes = counter("passes", lambda now: single(now.searches.passes))
@@ -203,7 +204,7 @@ class Blocks(CatalogueSection, layer=3):
     """Norm of the step's change of the block's weights over their norm (trainer.probes.update_ratio)."""
     block_activation_rms = block_gauge("activation", _probed("activation_rms"), _BLOCK)
     """Root mean square of what the block hands on (trainer.probes.activations)."""
-    block_activation_kurtosis = block_gauge("ratio", _probed("activation_kurtosis"), _BLOCK)
+    block_activation_kurtosis = block_gauge("kurtosis", _probed("activation_kurtosis"), _BLOCK)
     """Mean 4th power over squared mean square of the same; 3 for a normal distribution."""
     block_router_load_max = block_gauge("ratio", _probed("router_load_max"), _BLOCK)
     """Busiest expert's share of the block's tokens over the mean's (trainer.probes.router_load)."""

@@ -16,6 +16,7 @@ from orchestrator.metrics.types import (
     histogram,
     single,
     step_column,
+    total_column,
 )
 from rollout.types.dispatch import Counts, FailReason, RejectReason
 
@@ -65,9 +66,9 @@ class System(CatalogueSection, layer=4):
     """Version of the trainer."""
     committed_version = column("version", lambda now: now.committed_version)
     """Version that the healthy engines have confirmed."""
-    weight_updates = column("updates", lambda now: now.weight_updates)
+    weight_updates = total_column("updates", lambda now: now.weight_updates)
     """Committed publications since the loop began."""
-    weights_superseded = column("updates", lambda now: now.weights_superseded)
+    weights_superseded = total_column("updates", lambda now: now.weights_superseded)
     """Publications that a newer one replaced before an engine saw them."""
     update_pause_seconds = column("seconds", lambda now: now.longest_pause_s)
     """Longest pause of a replica in the last weight update."""
@@ -78,7 +79,7 @@ class System(CatalogueSection, layer=4):
     began."""
     evaluation_busy = column("ratio", lambda now: now.share_of_replicas(now.evaluation_s))
     """Share of the wall clock in which a replica answered an evaluation, beside training or alone; as engine_busy."""
-    evaluation_tokens = column("tokens", lambda now: now.evaluation_tokens)
+    evaluation_tokens = total_column("tokens", lambda now: now.evaluation_tokens)
     """Tokens that replicas have sampled for finished prompts of evaluations, since the loop began."""
     trainer_busy = column("ratio", lambda now: now.share(now.trainer_busy_s))
     """Share of the wall clock in which the trainer worked, since the loop began."""
@@ -101,13 +102,13 @@ class System(CatalogueSection, layer=4):
     """Slot of the slowest replica; -1 where there is none."""
     reward_seconds = step_column("seconds", lambda step: step.facts.reward_s)
     """Mean time of the trained groups in a reward worker."""
-    replica_restarts = column("restarts", lambda now: now.restarts["replica"])
+    replica_restarts = total_column("restarts", lambda now: now.restarts["replica"])
     """Engine replicas restarted since the loop began."""
-    observing_cpu_seconds = column("seconds", lambda now: now.observing_cpu_s)
+    observing_cpu_seconds = total_column("seconds", lambda now: now.observing_cpu_s)
     """CPU seconds of the driver that reducing signals for Prometheus and trackers took since the loop began."""
-    worker_restarts = column("restarts", lambda now: now.restarts["worker"])
+    worker_restarts = total_column("restarts", lambda now: now.restarts["worker"])
     """Episode workers replaced since the loop began."""
-    side_file_failures = column("failures", lambda now: now.side_file_failures)
+    side_file_failures = total_column("failures", lambda now: now.side_file_failures)
     """Times since the loop began that the disk refused a file that no accounting rests on; event side_file_failed."""
     diagnosis = gauge(
         "rank",

@@ -50,6 +50,9 @@ MAX_REWARD_PARTS = 16
 summed up as `other`."""
 MAX_STATISTICS = 16
 """Statistics that an algorithm may declare."""
+NAMED_UNITS = ("seconds", "bytes", "ratio", "nats", "tokens")
+"""Units that the name of a metric ends with. What is counted (groups, steps, restarts) is in the name itself; a reward,
+a loss and a norm have no unit."""
 UNMEASURED = -1.0
 """In a row: nothing was measured."""
 OTHER = "other"
@@ -81,7 +84,7 @@ class Declared:
     buckets: tuple[float, ...] = ()
     """Upper ends of a histogram's buckets, rising; the one above all is implied."""
     in_rows: bool = False
-    """A number of every step, so a column of the metric parts."""
+    """A number of every step, so a column of the metric parts; a counter then stands there as the total."""
     optional: bool | str = False
     """A column that says -1 where nothing was measured; for values that may be -1, the column that says so. Prometheus
     then gets no sample."""
@@ -98,7 +101,9 @@ class Metric(Declared):
     """One declared signal."""
 
     name: str
-    """Prometheus name: `concord_`, base units, `_total` for counters."""
+    """Prometheus name: `concord_`, the unit where it is one of `NAMED_UNITS`, `_total` for counters."""
+    column: str
+    """Name in the metric parts and in trackers, which does not end with the unit."""
     help: str
     diagnosis_layer: int
     """1 data and reward, 2 policy change, 3 numerical updates, 4 training system."""
@@ -111,13 +116,8 @@ class Metric(Declared):
                 f"{self.name} is a {self.type} with buckets {self.buckets}; a histogram, and nothing else, has some, "
                 "each above the one before"
             )
-        if self.in_rows and (self.type is not MetricType.GAUGE or self.labels):
-            raise ValueError(f"{self.name} cannot be a column: that is one number a step, so a gauge without labels")
-
-    @property
-    def column(self) -> str:
-        """Name in the metric parts."""
-        return self.name.removeprefix("concord_")
+        if self.in_rows and (self.type is MetricType.HISTOGRAM or self.labels):
+            raise ValueError(f"{self.name} cannot be a column: that is one number a step, without labels")
 
     @property
     def measured_by(self) -> str:
@@ -158,9 +158,20 @@ class CatalogueSection:
 
 
 def _metric(declared: Declared, name: str, help: str, layer: int) -> Metric:
-    suffix = "_total" if declared.type is MetricType.COUNTER else ""
+    total = "_total" if declared.type is MetricType.COUNTER else ""
     given = {each.name: getattr(declared, each.name) for each in fields(Declared)}
-    return Metric(name=f"concord_{name}{suffix}", help=help, diagnosis_layer=layer, **given)
+    column = name if declared.in_rows else f"{name}{total}"
+    exported = f"concord_{with_unit(name, declared.unit)}{total}"
+    return Metric(name=exported, column=column, help=help, diagnosis_layer=layer, **given)
+
+
+def with_unit(name: str, unit: str) -> str:
+    """The name that Prometheus gets: it says the unit, where that is one of `NAMED_UNITS`, and a fraction is a ratio.
+
+    Source: Prometheus documentation, "Metric and label naming".
+    """
+    stem = name.replace("_fraction", "") if unit == "ratio" else name
+    return f"{stem}_{unit}" if unit in NAMED_UNITS and unit not in stem.split("_") else stem
 
 
 def _texts_below(source: str) -> dict[str, str]:
@@ -185,6 +196,11 @@ def step_column(unit: str, value: Callable[[Ended], float], optional: bool | str
     return Declared(
         type=MetricType.GAUGE, unit=unit, in_rows=True, optional=optional, at_step=lambda step: {(): value(step)}
     )
+
+
+def total_column(unit: str, value: Callable[[Moment], float]) -> Declared:
+    """The same of a count since the process began, which is a counter; the `_total` of its name is added."""
+    return Declared(type=MetricType.COUNTER, unit=unit, in_rows=True, now=lambda now: {(): value(now)})
 
 
 def gauge(unit: str, value: Callable[[Moment], Series], *labels: Label) -> Declared:

@@ -34,8 +34,8 @@ def test_a_rule_with_another_threshold_fails_its_test(tmp_path: Path):
     shutil.copytree(FOLDER, tmp_path / "prometheus")
     rules = tmp_path / "prometheus" / "rules" / "alerts.yml"
     changed = rules.read_text().replace(
-        "avg_over_time(concord_zero_variance_groups[10m]) > 0.8",
-        "avg_over_time(concord_zero_variance_groups[10m]) > 0.95",
+        "avg_over_time(concord_zero_variance_groups_ratio[10m]) > 0.8",
+        "avg_over_time(concord_zero_variance_groups_ratio[10m]) > 0.95",
     )
     assert changed != rules.read_text()
     rules.write_text(changed)

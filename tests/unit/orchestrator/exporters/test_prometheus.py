@@ -62,7 +62,7 @@ def test_counters_and_histograms_say_what_the_run_did(tmp_path: Path):
         == STEPS * BATCH
     )
     assert value_of(samples, "concord_dispatched_groups_total") == summary["dispatched"]
-    assert value_of(samples, "concord_group_pass_rate_count") == STEPS * BATCH
+    assert value_of(samples, "concord_group_pass_rate_ratio_count") == STEPS * BATCH
     assert value_of(samples, "concord_response_length_tokens_count") == STEPS * BATCH * GROUP
     assert value_of(samples, "concord_token_staleness_steps_count") == value_of(samples, "concord_trained_tokens_total")
     assert value_of(samples, "concord_step_duration_seconds_count") == STEPS
@@ -89,7 +89,7 @@ def test_text_is_that_of_prometheus_client_whatever_was_shown_before():
         "concord_reward_part_mean": awkward,
     }
     before = Snapshot(numbers=first, distributions=distributions.copy())
-    distributions.observe("concord_group_pass_rate", 0.5)
+    distributions.observe("concord_group_pass_rate_ratio", 0.5)
     distributions.observe("concord_log_ratio_nats", -1e-5, "total")
     after = Snapshot(numbers=second, distributions=distributions.copy())
     text, turns = Text(), (before, after, after, before)
@@ -114,8 +114,8 @@ def test_what_was_never_measured_has_no_sample(tmp_path: Path):
     with Exporter("127.0.0.1", 0) as exporter:
         drive_served(tmp_path, exporter, STEPS)
         names = {name for name, _ in scrape(exporter.url)}
-    assert "concord_consistency_gap_ess" in names
-    assert "concord_consistency_routing_coverage" not in names, "its column says -1"
+    assert "concord_consistency_gap_ess_ratio" in names
+    assert "concord_consistency_routing_coverage_ratio" not in names, "its column says -1"
 
 
 def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_
         samples = scrape(exporter.url)
     assert value_of(samples, "concord_replica_gap_nats", replica="0", statistic="p50") == pytest.approx(0.005, rel=1e-3)
     assert value_of(samples, "concord_replica_gap_limit_nats", replica="0") == 2.0, "of the config"
-    assert value_of(samples, "concord_replica_baseline_multiple", replica="0") == pytest.approx(1.0, rel=1e-2)
+    assert value_of(samples, "concord_replica_baseline_multiple_ratio", replica="0") == pytest.approx(1.0, rel=1e-2)
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.001") == 0.0
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
 

@@ -8,7 +8,7 @@ import pytest
 from support.loop.every_signal import series_of, snapshot_of_everything
 
 from orchestrator.exporters.tracker_tags import LEFT_OUT, STEPS, Bars, TrackedSignals, meaning_of, tag_of
-from orchestrator.metrics.catalogue import CATALOGUE, COLUMNS, DECLARED
+from orchestrator.metrics.catalogue import BY_COLUMN, CATALOGUE, COLUMNS, DECLARED
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import MetricType
@@ -41,7 +41,7 @@ def test_every_declared_signal_reaches_trackers_or_is_left_out_with_its_reason()
 def test_what_is_left_out_is_declared_and_has_a_reason_that_names_declared_signals():
     assert set(LEFT_OUT) <= set(DECLARED)
     for name, reason in LEFT_OUT.items():
-        assert reason and {f"concord_{other}" for other in re.findall(r"`(\w+)`", reason)} <= set(DECLARED) - set(
+        assert reason and {BY_COLUMN[other].name for other in re.findall(r"`(\w+)`", reason)} <= set(DECLARED) - set(
             LEFT_OUT
         ), name
 
@@ -53,7 +53,7 @@ def test_tags_are_grouped_by_layer_and_signals_with_labels_are_groups_of_their_o
         tag_of("concord_replica_gap_nats", ("0", "p99"))
         == "4 training system: replica_gap_nats/replica=0,statistic=p99"
     )
-    assert {tag_of(DECLARED[f"concord_{column}"].name).rpartition("/")[2] for column in COLUMNS} == set(COLUMNS)
+    assert {tag_of(BY_COLUMN[column].name).rpartition("/")[2] for column in COLUMNS} == set(COLUMNS)
 
 
 def test_every_tag_leads_back_to_its_meaning():

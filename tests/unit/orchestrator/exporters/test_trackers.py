@@ -20,6 +20,7 @@ from orchestrator.exporters.tensorboard import TensorBoardTracker
 from orchestrator.exporters.tracker_tags import STEPS, Points, TrackedSignals, meaning_of, tag_of
 from orchestrator.exporters.trackers import CLOSE_S, Trackers, open_trackers
 from orchestrator.exporters.wandb import FINISH_S, STEP, WandbTracker
+from orchestrator.metrics.catalogue import BY_COLUMN
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.run_dir.layout import RunDir
@@ -150,7 +151,7 @@ def test_a_run_gives_each_step_of_its_metric_parts_and_its_histograms_to_tensorb
     rows, found = metric_rows(run), read(tmp_path / "tensorboard")
     for column in ("reward_mean", "wall_seconds", "in_flight", "consistency_gap_mean", "engine_busy"):
         measured = [(int(row["step"]), row[column]) for row in rows if row[column] != -1.0]
-        assert curve(found, tag_of(f"concord_{column}")) == [
+        assert curve(found, tag_of(BY_COLUMN[column].name)) == [
             (step, pytest.approx(value, rel=1e-6)) for step, value in measured
         ]
     shown = [
@@ -159,7 +160,7 @@ def test_a_run_gives_each_step_of_its_metric_parts_and_its_histograms_to_tensorb
     assert shown == [BATCH * GROUP] * 5
     assert curve(found, tag_of("concord_diagnosis", ("1",)))[0][0] == 1
     assert tag_of("concord_replica_gap_nats", ("0", "p99")) in found.Tags()["tensors"]
-    assert tag_of("concord_consistency_routing_coverage") not in found.Tags()["tensors"], "its column says -1"
+    assert tag_of("concord_consistency_routing_coverage_ratio") not in found.Tags()["tensors"], "its column says -1"
 
 
 def drive_until_it_dies_and_again(tmp_path: Path, *overrides: str) -> Case:

@@ -12,7 +12,7 @@ from orchestrator.config import RunConfig, parse_config
 from orchestrator.dispatch.accounts import Accounts
 from orchestrator.metrics.catalogue import CATALOGUE, DECLARED, max_series, sizes_of
 from orchestrator.metrics.consistency import CAUSES, DRIFTS, REASONS
-from orchestrator.metrics.types import Extent, MetricType
+from orchestrator.metrics.types import NAMED_UNITS, Extent, Label, MetricType, with_unit
 from orchestrator.run_dir.record import record_of_rows
 from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.consistency.checks.structure import DriftKind
@@ -25,6 +25,40 @@ ID_LIKE = {"id", "trajectory", "dispatch", "prompt", "step", "epoch", "digest", 
 def test_every_name_is_declared_once_under_the_prefix():
     assert len(DECLARED) == len(CATALOGUE)
     assert all(re.fullmatch(r"concord_[a-z0-9]+(_[a-z0-9]+)*", metric.name) for metric in CATALOGUE)
+
+
+def test_a_name_says_its_unit_and_whether_it_counts():
+    """As Prometheus names metrics: base units, a ratio for a share, `_total` for what only rises."""
+    for metric in CATALOGUE:
+        stem = metric.name.removesuffix("_total")
+        assert metric.unit not in NAMED_UNITS or metric.unit in stem.split("_"), metric.name
+        assert metric.unit != "ratio" or (stem.endswith("_ratio") and "fraction" not in stem), metric.name
+        counts = "since the loop began" in metric.help and metric.unit != "ratio"
+        assert metric.type is MetricType.COUNTER or not counts, f"{metric.name} counts, so it is a counter"
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "exported"),
+    [
+        ("engine_busy", "ratio", "engine_busy_ratio"),
+        ("clip_fraction_low", "ratio", "clip_low_ratio"),
+        ("wall_seconds", "seconds", "wall_seconds"),
+        ("last_step_timestamp", "seconds", "last_step_timestamp_seconds"),
+        ("grad_norm", "norm", "grad_norm"),
+        ("skipped_steps", "steps", "skipped_steps"),
+    ],
+)
+def test_the_unit_is_added_where_the_name_does_not_have_it(name: str, unit: str, exported: str):
+    assert with_unit(name, unit) == exported
+
+
+def test_columns_of_files_and_trackers_keep_their_names():
+    """Files of runs made before are read by these names."""
+    named = {metric.column: metric.name for metric in CATALOGUE}
+    assert named["length_cap_fraction"] == "concord_length_cap_ratio"
+    assert named["skipped_steps"] == "concord_skipped_steps_total"
+    assert named["replica_ess"] == "concord_replica_ess_ratio"
+    assert len(named) == len(CATALOGUE)
 
 
 def test_no_counter_shares_its_family_with_another_metric():
@@ -60,7 +94,7 @@ def test_buckets_of_ratios_are_symmetric_in_log_space():
         ({"name": "concord_x_total"}, "`_total` ends the names of counters"),
         ({"buckets": (1.0, 2.0)}, "a histogram, and nothing else, has some"),
         ({"type": MetricType.HISTOGRAM, "buckets": (2.0, 1.0), "in_rows": False}, "each above the one before"),
-        ({"type": MetricType.COUNTER, "name": "concord_x_total"}, "cannot be a column"),
+        ({"labels": (Label(name="kind", values=("a", "b")),)}, "cannot be a column"),
     ],
 )
 def test_a_declaration_that_prometheus_would_not_take_is_refused(change: dict[str, object], message: str):
@@ -133,7 +167,7 @@ def test_a_score_of_minus_one_is_a_score_once_a_version_was_scored():
         True,
         True,
     ]
-    assert not DECLARED["concord_consistency_gap_mean"].measured(after)
+    assert not DECLARED["concord_consistency_gap_mean_nats"].measured(after)
     scores = record_of_rows([{"step": 1.0, **before}, {"step": 2.0, **after}]).columns["eval_score"]
     assert np.isnan(scores[0])
     assert scores[1] == -1.0
