@@ -26,4 +26,4 @@ class Gspo(Grpo):
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, ...]:
         """Besides what is clipped, s and |log s| of each token's sequence."""
         log_ratio = self.log_ratio(logprobs, tokens)
-        return *super().measure(logprobs, tokens), log_ratio.exp(), log_ratio.abs()
+        return *super().measure(logprobs, tokens), log_ratio.double().exp(), log_ratio.abs()

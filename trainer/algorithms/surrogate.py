@@ -1,5 +1,7 @@
 """The clipped surrogate that the algorithms share."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,22 +26,37 @@ class ClippedSurrogate:
 
     def __init__(self, config: AlgorithmSection) -> None:
         self.couples_tokens = config.couples_tokens
-        self._bounds = (1.0 - config.clip_low, 1.0 + config.clip_high)
+        low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+        self._bounds = (low, high)
+        self._log_bounds = (math.log(low) if low > 0 else -math.inf, math.log(high))
 
     def log_ratio(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """[N] nats: the log of what is clipped."""
         return logprobs - tokens.old_logprobs
 
     def loss(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """[N] terms of the clipped surrogate."""
-        ratio = torch.exp(self.log_ratio(logprobs, tokens))
-        return -torch.minimum(ratio * tokens.advantages, ratio.clamp(*self._bounds) * tokens.advantages)
+        """[N] terms of the clipped surrogate. Where a token is clipped or has no advantage the gradient is exactly 0,
+        however large the ratio: nothing is exponentiated there, since 0 times what overflows would be NaN."""
+        log_ratio, advantages = self.log_ratio(logprobs, tokens), tokens.advantages
+        below, above = self._clipped(log_ratio, advantages)
+        constant = below | above | ((advantages == 0) & torch.isfinite(log_ratio))
+        ratio = torch.exp(log_ratio.masked_fill(constant, 0.0))
+        low, high = self._bounds
+        return -(ratio.masked_fill(below, low).masked_fill(above, high) * advantages)
+
+    def bounded_ratio(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """[N] values of the ratio, at most what the surrogate clips at; none is lifted to the lower bound."""
+        return torch.exp(self.log_ratio(logprobs, tokens).clamp(max=self._log_bounds[1]))
 
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, ...]:
         """[N] each: 1 where a token is clipped from below, and from above."""
-        ratio, (low, high) = torch.exp(self.log_ratio(logprobs, tokens)), self._bounds
-        below, above = (ratio < low) & (tokens.advantages < 0), (ratio > high) & (tokens.advantages > 0)
-        return below.to(ratio.dtype), above.to(ratio.dtype)
+        below, above = self._clipped(self.log_ratio(logprobs, tokens), tokens.advantages)
+        return below.to(logprobs.dtype), above.to(logprobs.dtype)
+
+    def _clipped(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """[N] True where a token is clipped from below, and from above."""
+        low, high = self._log_bounds
+        return (log_ratio < low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
 
     def rewards(self, group: TrajectoryGroup, reason: str) -> NDArray[np.float64]:
         """[G] rewards of a group whose members are compared.

@@ -15,7 +15,8 @@ class CorrectionSection(Section):
     carries_ratio: ClassVar[bool] = False
     """Whether a weight is the ratio itself; else it only keeps or drops."""
     veto: PositiveFloat | None = None
-    """A sequence with any ratio below this leaves the loss whole; None is off (1e-4 is usual)."""
+    """A sequence with any ratio below this leaves the loss whole, its KL and entropy terms included; None is off (1e-4
+    is usual)."""
 
 
 class NoCorrection(CorrectionSection):
@@ -108,8 +109,8 @@ class GeoRsConfig(BandSection):
 
 
 class OpsmConfig(CorrectionSection):
-    """Off-policy sequence masking: drop a sequence with a negative advantage whose mean(log pi_old - log pi_now) is
-    above delta."""
+    """Off-policy sequence masking: drop a sequence with a negative advantage whose mean(log pi_rollout - log pi_now) is
+    above delta, in every mode; its KL term stays."""
 
     couples_tokens: ClassVar[bool] = True
     type: Literal["opsm"] = "opsm"
@@ -118,13 +119,14 @@ class OpsmConfig(CorrectionSection):
 
 
 class DecoupledConfig(CorrectionSection):
-    """Decoupled surrogate: (pi_prox / pi_behaviour, at most cap) x the clipped (pi_theta / pi_prox), where pi_prox is
-    the policy at the start of the step."""
+    """Decoupled surrogate: (pi_prox / pi_behaviour, or 0 where it is above cap) x the clipped (pi_theta / pi_prox),
+    where pi_prox is the policy at the start of the step."""
 
     carries_ratio: ClassVar[bool] = True
     type: Literal["decoupled"] = "decoupled"
     cap: PositiveFloat | None = None
-    """Largest weight; None leaves it unbounded."""
+    """Tokens with a larger weight are dropped, as in the implementation of AReaL (`tis` clamps instead); None leaves
+    weights unbounded."""
 
 
 CorrectionConfig = Annotated[

@@ -50,7 +50,8 @@ class AlgorithmSection(Section):
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: every token of the batch weighs 1/N; sequence_mean: every trajectory 1/S, its tokens alike."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the frozen version 0; 0 loads no reference."""
+    """Weight of the KL to the frozen version 0; 0 loads no reference. Each token's estimate is also multiplied by its
+    importance ratio, bounded as in the loss (docs/user/consistency.md)."""
     kl_estimator: Literal["k1", "k3"] = "k3"
     """With p the policy and q version 0: k1 = log(p/q); k3 = q/p - 1 - log(q/p), never negative."""
     entropy_coef: NonNegativeFloat = 0.0

@@ -41,7 +41,7 @@ class CorrectionInputs:
     advantages: Tensor
     """[N]; only `opsm` reads it, as each row's mean."""
     old_minus_now: Tensor
-    """[N] nats, log pi_old - log pi_now; only `opsm` reads it."""
+    """[N] nats, log pi_old - log pi_now, where pi_old is the sampler as its log-probs say; only `opsm` reads it."""
 
     def __post_init__(self) -> None:
         shapes = [tuple(tensor.shape) for tensor in (self.log_ratio, self.rows, self.advantages, self.old_minus_now)]
@@ -68,11 +68,19 @@ def correction_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Te
     """
     with torch.no_grad():
         weights = _preset_weights(config, inputs)
-        if config.veto is None:
-            return weights
-        low = (_log_ratio(inputs) < math.log(config.veto)).to(weights.dtype)
-        vetoed = row_sums(low, inputs.rows, inputs.num_rows) > 0
-        return torch.where(vetoed, torch.zeros_like(weights), weights)
+        return torch.where(vetoed_tokens(config, inputs), torch.zeros_like(weights), weights)
+
+
+def vetoed_tokens(config: CorrectionConfig, inputs: CorrectionInputs) -> Tensor:
+    """[N] True for every token of a sequence that has a ratio below `config.veto`.
+
+    Raises:
+        ValueError: there is a veto and a log-ratio is not finite.
+    """
+    if config.veto is None:
+        return torch.zeros_like(inputs.log_ratio, dtype=torch.bool)
+    low = (_log_ratio(inputs) < math.log(config.veto)).double()
+    return row_sums(low, inputs.rows, inputs.num_rows) > 0
 
 
 def _preset_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Tensor:
@@ -100,9 +108,10 @@ def _preset_weights(config: CorrectionConfig, inputs: CorrectionInputs) -> Tenso
 
 
 def _decoupled(config: DecoupledConfig, log_ratio: Tensor) -> Tensor:
-    weights = torch.exp(log_ratio)
     if config.cap is not None:
-        return weights.clamp(max=config.cap)
+        # Above the cap a token is dropped, not clamped, as in the implementation of arXiv 2505.24298.
+        return torch.where(log_ratio <= math.log(config.cap), torch.exp(log_ratio), torch.zeros_like(log_ratio))
+    weights = torch.exp(log_ratio)
     beyond = int(torch.isinf(weights).sum().item())
     if beyond:
         raise UserError(

@@ -1,6 +1,7 @@
 """The loss of one micro-batch as a sum of weighted token terms, and the sums that the step report needs. It knows no
 rank and no optimizer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.consistency import CorrectionConfig, DecoupledConfig, NoCorrection
+from trainer.config.consistency import CorrectionConfig
 from trainer.config.trainer import AlgorithmConfig
-from trainer.loss.corrections import CorrectionInputs, correction_weights
+from trainer.loss.importance import Importance, importance_of
 from trainer.loss.kl_estimate import kl_estimate
 from trainer.loss.token_sums import TOKEN_SUMS, Measured, token_sums
 from trainer.model.policy_model import PolicyModel
@@ -41,14 +42,15 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
 
 
 class PolicyLoss:
-    """Importance weight x the algorithm's term + kl_coef x KL to version 0 - entropy_coef x entropy, token by token."""
+    """Importance weight x the algorithm's term + kl_coef x weight x KL to version 0 - entropy_coef x entropy, token by
+    token. The KL term's weight is the importance weight times the surrogate's ratio, bounded as there, so it is nowhere
+    larger than that of the policy's own term may be; a sequence under a veto has none of the three."""
 
     def __init__(
         self, config: AlgorithmConfig, algorithm: Algorithm, reference: PolicyModel | None, correction: CorrectionConfig
     ) -> None:
         self._config, self._algorithm, self._reference = config, algorithm, reference
         self._correction = correction
-        self._corrects = not isinstance(correction, NoCorrection) or correction.veto is not None
         self.sums: tuple[str, ...] = ("loss", *TOKEN_SUMS, *algorithm.statistics)
         """What a micro-batch adds to the step's report; all but the first are unweighted sums over tokens."""
 
@@ -75,17 +77,16 @@ class PolicyLoss:
         logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
         if only is not None:  # the gradient of another token's term must not reach the model, be it NaN
             logprobs, entropies = _graph_only(logprobs, only), _graph_only(entropies, only)
-        importance, proximal = self._importance(logprobs, tokens, source)
-        terms = self._algorithm.loss(logprobs, proximal)
-        terms = terms if importance is None else importance * terms
+        importance = importance_of(self._correction, logprobs, tokens, source)
+        terms = self._policy_terms(logprobs, importance)
         reference, reference_kl = logprobs.detach(), torch.zeros_like(logprobs)
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(tokens.token_ids, tokens.positions, tokens.targets, temperature)
-            reference_kl = kl_estimate(logprobs, reference, self._config.kl_estimator)
-            terms = terms + self._config.kl_coef * torch.exp(logprobs - tokens.old_logprobs) * reference_kl
+            reference_kl = kl_estimate(logprobs.detach(), reference, self._config.kl_estimator)
+            terms = terms + self._config.kl_coef * self._divergence_terms(logprobs, reference, importance)
         if self._config.entropy_coef > 0:
-            terms = terms - self._config.entropy_coef * entropies
+            terms = terms - self._config.entropy_coef * importance.entropy * entropies
         weights = tokens.weights
         loss = torch.dot(terms, weights) if only is None else torch.dot(terms[only], weights[only])
         with torch.no_grad():
@@ -93,37 +94,41 @@ class PolicyLoss:
                 tokens=tokens,
                 logprobs=logprobs,
                 entropies=entropies,
-                importance=torch.ones_like(logprobs) if importance is None else importance,
+                importance=importance.policy,
                 reference_kl=reference_kl,
                 reference=reference,
             )
-            sums = token_sums(measured, self._algorithm.measure(logprobs, tokens))
+            sums = token_sums(measured, self._measured(logprobs, importance))
             return loss, torch.cat((loss.reshape(1).double(), sums))
 
-    def _importance(
-        self, logprobs: Tensor, tokens: LossTokens, source: OldLogprobSource
-    ) -> tuple[Tensor | None, LossTokens]:
-        """[N] importance weights, None where all are 1; and the tokens with the log-probs that the surrogate starts
-        from."""
-        if not self._corrects:
-            return None, tokens
-        # Where a log-prob is not finite the loss is not either, and the step is skipped: its weight does not matter.
-        now = torch.where(torch.isfinite(logprobs.detach()), logprobs.detach(), tokens.rollout_logprobs)
-        decoupled, recomputed = isinstance(self._correction, DecoupledConfig), source is OldLogprobSource.RECOMPUTED
-        # Beside the ratio pi_now / pi_old of the surrogate, the weight is what remains of pi_now / pi_rollout, so that
-        # the whole enters once: the engine's part where old log-probs were recomputed; all of it where the surrogate
-        # starts from pi_now.
-        log_ratio = (tokens.old_logprobs if recomputed and not decoupled else now) - tokens.rollout_logprobs
-        from_now = decoupled or (not recomputed and self._correction.carries_ratio)
-        inputs = CorrectionInputs(
-            log_ratio=log_ratio,
-            rows=tokens.rows,
-            num_rows=tokens.token_ids.shape[0],
-            advantages=tokens.advantages,
-            old_minus_now=tokens.old_logprobs - now,
-        )
-        importance = correction_weights(self._correction, inputs).to(logprobs.dtype)
-        return importance, replace(tokens, old_logprobs=now) if from_now else tokens
+    def _policy_terms(self, logprobs: Tensor, importance: Importance) -> Tensor:
+        """[N] weighted terms of the algorithm; exactly 0, as is their gradient, for a token that is dropped, however
+        far its ratio is out: 0 times what overflows would be NaN."""
+        dropped = importance.dropped
+        terms = importance.policy * self._algorithm.loss(_cut(logprobs, dropped), importance.tokens)
+        return torch.where(dropped, torch.zeros_like(terms), terms)
+
+    def _divergence_terms(self, logprobs: Tensor, reference: Tensor, importance: Importance) -> Tensor:
+        """[N] weighted estimates of the KL to version 0. A weight's value is bounded, and its gradient is that of the
+        unbounded ratio times this value: weight x (estimate + its derivative)."""
+        now = logprobs.detach()
+        weights = importance.divergence * self._algorithm.bounded_ratio(now, importance.tokens)
+        dropped = weights == 0
+        estimates = kl_estimate(_cut(logprobs, dropped), reference, self._config.kl_estimator)
+        terms = weights * torch.exp(logprobs - now) * estimates
+        return torch.where(dropped, torch.zeros_like(terms), terms)
+
+    def _measured(self, logprobs: Tensor, importance: Importance) -> Sequence[Tensor]:
+        """What the algorithm measures of the ratio that its terms have; the surrogate clips nothing where a token is
+        dropped, so there it sees no advantage."""
+        tokens = importance.tokens
+        advantages = torch.where(importance.dropped, torch.zeros_like(tokens.advantages), tokens.advantages)
+        return self._algorithm.measure(logprobs, replace(tokens, advantages=advantages))
+
+
+def _cut(values: Tensor, where: Tensor) -> Tensor:
+    """The same [N] values, without a graph where `where` is True: no gradient comes through there, be it NaN."""
+    return torch.where(where, values.detach(), values)
 
 
 def _graph_only(values: Tensor, only: Tensor) -> Tensor:

@@ -46,16 +46,16 @@ class Measured:
 _COLUMNS: Mapping[str, Callable[[Measured], Tensor]] = {
     "tokens": lambda m: torch.ones_like(m.logprobs),
     "entropy": lambda m: m.entropies,
-    "approx_kl": lambda m: kl_estimate(m.tokens.old_logprobs, m.logprobs, "k3"),
+    "approx_kl": lambda m: kl_estimate(m.tokens.old_logprobs.double(), m.logprobs.double(), "k3"),
     "logprob_difference": lambda m: m.stale.abs(),
     "reference_kl": lambda m: m.reference_kl,
     "rollout_difference": lambda m: m.total.abs(),
     "engine_difference": lambda m: m.engine.abs(),
     "weight": lambda m: m.importance,
-    "weight_squared": lambda m: m.importance.square(),
+    "weight_squared": lambda m: m.importance.double().square(),
     "weight_zero": lambda m: (m.importance == 0).to(m.importance.dtype),
     "reference_k1": lambda m: kl_estimate(m.logprobs, m.reference, "k1"),
-    "reference_k3": lambda m: kl_estimate(m.logprobs, m.reference, "k3"),
+    "reference_k3": lambda m: kl_estimate(m.logprobs.double(), m.reference.double(), "k3"),
 }
 TOKEN_SUMS = (*_COLUMNS, *RATIO_SUMS)
 """Names of what every algorithm's tokens are summed up by."""
@@ -64,6 +64,6 @@ TOKEN_SUMS = (*_COLUMNS, *RATIO_SUMS)
 def token_sums(measured: Measured, statistics: Sequence[Tensor]) -> Tensor:
     """[len(TOKEN_SUMS) + len(statistics)] float64, in that order; `statistics` are [N] each."""
     columns = [column(measured) for column in _COLUMNS.values()]
-    sums = torch.stack((*columns, *statistics)).double().sum(dim=1)
+    sums = torch.stack([values.double() for values in (*columns, *statistics)]).sum(dim=1)
     buckets = ratio_sums((measured.total, measured.engine, measured.stale))
     return torch.cat((sums[: len(columns)], buckets, sums[len(columns) :]))

@@ -44,6 +44,12 @@ class Algorithm(Protocol):
         """[N] loss terms before weights, from the log-probs [N] (nats, with a graph) under the weights of the step."""
         ...
 
+    def bounded_ratio(self, logprobs: "Tensor", tokens: LossTokens) -> "Tensor":
+        """[N] the importance ratio that its terms are multiplied by, at most as large as the loss lets it grow where it
+        pushes a token up. The KL term is multiplied by it; no graph is kept."""
+        ...
+
     def measure(self, logprobs: "Tensor", tokens: LossTokens) -> "Sequence[Tensor]":
-        """[N] a statistic, in the order of `statistics`; no graph is kept."""
+        """[N] a statistic, in the order of `statistics`; no graph is kept. The tokens are as the loss sees them: with
+        the old log-probs that its ratio starts from, and advantage 0 where a correction drops a token."""
         ...

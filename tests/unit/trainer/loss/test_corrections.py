@@ -77,9 +77,12 @@ def test_token_weights_are_those_of_vector_v3(golden: dict[str, Any], column: st
     close(weights_of_ratios(TOKEN_PRESETS[column], vector["ratio"]), vector[column])
 
 
-def test_decoupled_weighs_as_tis_under_a_cap_and_with_the_ratio_without(golden: dict[str, Any]):
+def test_decoupled_drops_what_is_above_its_cap_and_weighs_with_the_ratio_below(golden: dict[str, Any]):
+    """As the implementation of arXiv 2505.24298 does; clamping is `tis`."""
     vector = golden["V3_weights"]
-    close(weights_of_ratios(DecoupledConfig(cap=2.0), vector["ratio"]), vector["tis_C2"])
+    below = [ratio if ratio <= 2.0 else 0.0 for ratio in vector["ratio"]]
+    assert 0.0 in below and 2.0 in below
+    close(weights_of_ratios(DecoupledConfig(cap=2.0), vector["ratio"]), below)
     close(weights_of_ratios(DecoupledConfig(), vector["ratio"]), vector["ratio"])
 
 
@@ -286,7 +289,7 @@ def test_an_exploding_ratio_is_capped_or_masked_and_never_infinite(config: Corre
     """Public fault 56: e^120 is beyond float32."""
     weights = correction_weights(config, inputs([120.0], [-120.0], dtype=torch.float32))
     assert bool(torch.isfinite(weights).all())
-    assert weights[0].item() == (2.0 if config.type in ("tis", "decoupled") else 0.0)
+    assert weights[0].item() == (2.0 if config.type == "tis" else 0.0)
 
 
 def test_an_unbounded_weight_beyond_the_float_range_names_its_cure():
