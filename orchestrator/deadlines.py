@@ -57,6 +57,10 @@ class Progress:
         finally:
             self.waits(who, "")
 
+    def now_s(self) -> float:
+        """The clock that the pulse goes by, which only goes forward."""
+        return self._clock()
+
     def silence_s(self) -> float:
         """Seconds since the last step."""
         return self._clock() - self._last

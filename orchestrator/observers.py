@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rollout.errors import ConcordError
+from rollout.types.dispatch import Ending
 from rollout.types.trajectory import GroupHeader
 from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.types.step import StepReport
@@ -80,6 +81,12 @@ class Observer:
     def event_recorded(self, kind: str, fields: EventFields) -> None:
         """A run event goes into the log."""
 
+    def dispatches_begun(self, count: int) -> None:
+        """So many dispatches were recorded, and are handed to episode workers."""
+
+    def episodes_over(self, returned: int, failed: Sequence[Ending]) -> None:
+        """Episodes ended: so many with a group, and these without."""
+
     def groups_ready(self, headers: Sequence[GroupHeader]) -> None:
         """Groups became ready."""
 
@@ -123,6 +130,14 @@ class Observers(Observer):
     def event_recorded(self, kind: str, fields: EventFields) -> None:
         for observer in self._all:
             observer.event_recorded(kind, fields)
+
+    def dispatches_begun(self, count: int) -> None:
+        for observer in self._all:
+            observer.dispatches_begun(count)
+
+    def episodes_over(self, returned: int, failed: Sequence[Ending]) -> None:
+        for observer in self._all:
+            observer.episodes_over(returned, failed)
 
     def groups_ready(self, headers: Sequence[GroupHeader]) -> None:
         for observer in self._all:

@@ -252,3 +252,12 @@ class EpisodesConfig(Section):
     max_attempts: PositiveInt = 3
     """Attempts at one prompt in one pass; then it is given up, with an event. Rejections for staleness and resumes do
     not count."""
+    max_failures_in_a_row: PositiveInt | None = None
+    """Dispatches that may fail in a row before the run ends with the reason. None takes 10 times the groups in
+    generation at once, and 20 at least: with the pauses that grow between the attempts, about a minute in which
+    nothing came back."""
+    max_failure_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of failed ones among the dispatches whose episodes ended in the last `failure_window_s`, above which the
+    run ends with the reason; 1 never ends it."""
+    failure_window_s: PositiveFloat = 300.0
+    """Seconds over which `max_failure_share` is taken; with fewer than 20 episodes in them nothing is decided."""

@@ -56,6 +56,11 @@ class RunConfig(Section):
         """Groups in generation at once."""
         return self.staleness.max_concurrent_groups or (self.staleness.max_staleness + 1) * self.run.batch_groups
 
+    @property
+    def max_failures_in_a_row(self) -> int:
+        """Dispatches that may fail in a row."""
+        return self.episodes.max_failures_in_a_row or max(20, 10 * self.max_concurrent_groups)
+
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:
         check_algorithm(self.trainer.algorithm, self.run.group_size, self.consistency)

@@ -13,6 +13,7 @@ from functools import partial
 from actors.ports import WorkerPort
 from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
+from orchestrator.dispatch.failures import FailureWatch
 from orchestrator.dispatch.staleness import Window, capacity
 from orchestrator.replicas.replica import Replica
 from orchestrator.replicas.replicas import Replicas
@@ -33,6 +34,7 @@ class Admission:
         source: PromptSource,
         weights: CommittedWeights,
         replicas: Replicas,
+        failures: FailureWatch,
         group_size: int,
         submit_deadline_s: float,
     ) -> None:
@@ -41,6 +43,7 @@ class Admission:
         self._source = source
         self._weights = weights
         self._replicas = replicas
+        self._failures = failures
         self._group_size = group_size
         self._deadline_s = submit_deadline_s
         self._workers: dict[int, WorkerPort] = {}
@@ -61,9 +64,12 @@ class Admission:
         return capacity(self._window, book.counts, len(book.pool.running), book.trained_after(committed))
 
     async def run(self) -> None:
-        """Admit for ever; ends by cancellation."""
+        """Admit for ever; ends by cancellation. While all that is admitted fails, it admits after ever longer
+        pauses."""
         book = self._book
         while True:
+            if self._may_admit():
+                await self._failures.pause()
             room, serving = self.capacity(), self._replicas.serving(self._weights.policy)
             if room and serving and self._workers:
                 book.idle.clear()
@@ -75,6 +81,9 @@ class Admission:
                 book.idle.set()
             await book.progress.until(book.admit_bell, "admission", what)
             book.admit_bell.clear()
+
+    def _may_admit(self) -> bool:
+        return bool(self.capacity() and self._replicas.serving(self._weights.policy) and self._workers)
 
     async def _admit(self, count: int, serving: Sequence[Replica], workers: Mapping[int, WorkerPort]) -> None:
         book = self._book

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from orchestrator.deadlines import Progress
 from orchestrator.dispatch.accounts import Accounts
+from orchestrator.dispatch.failures import failures_of
 from orchestrator.dispatch.staleness import Pool
 from orchestrator.observers import Observer, Observers
 from orchestrator.replicas.replicas import Replicas
@@ -101,6 +102,7 @@ class Book(Observer):
         self.cursor = cursor
         self.pool.start(dispatches)
         self.accounts.start(dispatches)
+        self._observers.dispatches_begun(len(dispatches))
 
     def finish(self, headers: Iterable[GroupHeader]) -> list[GroupHeader]:
         """Groups came back durable; answers with those that hold tokens of a replica that failed verification."""
@@ -113,6 +115,7 @@ class Book(Observer):
             self._release(self.pool.running[header.dispatch_id])
             self.accounts.finish(header)
         self.pool.finish(known)
+        self._observers.episodes_over(len(known), ())
         tainted = [header for header in known if self.is_tainted(header)]
         self._observers.groups_ready([header for header in known if header not in tainted])
         return tainted
@@ -141,6 +144,8 @@ class Book(Observer):
         live = [e for e in endings if e.dispatch_id in self.pool.running or e.dispatch_id in self.pool.ready]
         if not live:
             return
+        if failed := failures_of(live):
+            self._observers.episodes_over(0, failed)
         for ending in live:
             if ending.dispatch_id in self.pool.running:
                 self._release(self.pool.running[ending.dispatch_id])

@@ -126,6 +126,7 @@ async def drive(
         replicas=replicas,
         source=inputs.source,
         progress=progress,
+        say=reporter.say,
     )
     parts = build_parts(site, opening)
     await parts.book.store.commit_version(LedgerEntry(policy=start, digest=opening.manifest.digest))

@@ -16,6 +16,8 @@
 * evaluation consumes ledger commits; produces scores of held-out prompts through a replica that serves; the engines'
   first update waits for that of version 0.
 * the doctor reads rows and events every few steps and says what is wrong.
+* the failure watch hears of every episode that ended; it says which groups fail and why, makes admission pause while
+  all of them do, and ends a run in which too many do.
 
 None waits for another beyond those edges; eta = 0 is the same loop with a window of one batch. This module owns their
 tasks, and those of companions that look at the run; an error of any of them ends it with the reason.
@@ -74,7 +76,7 @@ class Loop:
         work: dict[str, Coroutine[None, None, None]] = {"lifecycle": parts.lifecycle.run()}
         work |= {"admission": parts.admission.run()}
         work |= {"publication": parts.publisher.run(), "supervision": parts.supervision.run()}
-        work |= {"doctor": parts.doctor.run()}
+        work |= {"doctor": parts.doctor.run(), "failure watch": parts.failures.run()}
         work |= {f"collection {index}": parts.collection.run(index) for index in range(config.episodes.workers)}
         if (consistency := parts.consistency) is not None:
             work |= {f"consistency {index}": consistency.run(index) for index in range(config.consistency.workers)}

@@ -12,6 +12,7 @@ from orchestrator.dispatch.accounts import Accounts
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.book import Book
 from orchestrator.dispatch.collection import Collection
+from orchestrator.dispatch.failures import FailureLimits, FailureWatch
 from orchestrator.dispatch.staleness import Gate, Window
 from orchestrator.loop.audit_queue import AuditQueue
 from orchestrator.loop.auditing import Consistency
@@ -56,6 +57,7 @@ class LoopParts:
     observers: Observers
     accounts: Accounts
     book: Book
+    failures: FailureWatch
     replicas: Replicas
     weights: CommittedWeights
     lifecycle: ReplicaLifecycle
@@ -82,6 +84,8 @@ class Site:
     replicas: Replicas
     source: PromptSource
     progress: Progress
+    say: Callable[[str], None]
+    """Speaks to whoever started the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +106,15 @@ def build_parts(site: Site, opening: Opening) -> LoopParts:
     consistency = _consistency(site, opening, core) if site.config.consistency.mode != "off" else None
     evaluation = _evaluation(site, opening, core) if site.config.evaluation.every_steps else None
     publisher = _publisher(site, core, evaluation)
-    admission = _admission(site, core)
+    failures = _failures(site, core)
+    admission = _admission(site, core, failures)
     checkpoints = _checkpoints(site, core, publisher)
     searches = SearchRecords(site.run.gradloc, partial(load_tokenizer, site.model_dir), core.book.side_files)
     parts = LoopParts(
         observers=core.observers,
         accounts=core.accounts,
         book=core.book,
+        failures=failures,
         replicas=site.replicas,
         weights=core.weights,
         lifecycle=core.lifecycle,
@@ -132,7 +138,7 @@ def build_parts(site: Site, opening: Opening) -> LoopParts:
         consistency=consistency,
         evaluation=evaluation,
     )
-    for observer in (parts.accounts, parts.supervision, parts.doctor, evaluation, parts.book):
+    for observer in (parts.accounts, failures, parts.supervision, parts.doctor, evaluation, parts.book):
         if observer is not None:
             core.observers.add(observer)
     return parts
@@ -187,13 +193,30 @@ def _publisher(site: Site, core: _Core, evaluation: Evaluation | None) -> Publis
     )
 
 
-def _admission(site: Site, core: _Core) -> Admission:
+def _failures(site: Site, core: _Core) -> FailureWatch:
+    config = site.config
+    limits = FailureLimits(
+        in_a_row=config.max_failures_in_a_row,
+        share=config.episodes.max_failure_share,
+        window_s=config.episodes.failure_window_s,
+    )
+    return FailureWatch(
+        limits=limits,
+        say=site.say,
+        record_event=core.store.record_event,
+        progress=site.progress,
+        version=core.weights.policy.version,
+    )
+
+
+def _admission(site: Site, core: _Core, failures: FailureWatch) -> Admission:
     return Admission(
         book=core.book,
         window=_window(site.config),
         source=site.source,
         weights=core.weights,
         replicas=site.replicas,
+        failures=failures,
         group_size=site.config.run.group_size,
         submit_deadline_s=site.config.deadlines.store_s,
     )

@@ -291,8 +291,8 @@ from rollout.types.dispatch import Counts
 book = SimpleNamespace(counts=Counts(), pool=SimpleNamespace(running={}), trained_after=lambda version: 0)
 weights = SimpleNamespace(policy=SimpleNamespace(version=0))
 window = Window(max_staleness=0, batch_groups=2, max_concurrent=2)
-made = Admission(book=book, window=window, source=None, weights=weights, replicas=None, group_size=1,
-                 submit_deadline_s=1.0)
+made = Admission(book=book, window=window, source=None, weights=weights, replicas=None, failures=None,
+                 group_size=1, submit_deadline_s=1.0)
 assert made.capacity() == 9
 """,
     ),

@@ -58,14 +58,15 @@ def inputs_of(config: RunConfig, model_dir: Path) -> Inputs:
 
 
 class QuietReporter:
-    """Keeps the rows of a run, and calls `on_step` with each step's number."""
+    """Keeps the rows of a run and what was said, and calls `on_step` with each step's number."""
 
     def __init__(self) -> None:
+        self.said: list[str] = []
         self.rows: list[dict[str, float]] = []
         self.on_step: Callable[[int], None] = lambda step: None
 
     def say(self, text: str) -> None:
-        return None
+        self.said.append(text)
 
     def step(self, row: Mapping[str, float], steps: int) -> None:
         self.rows.append(dict(row))
