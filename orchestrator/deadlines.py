@@ -13,6 +13,10 @@ STACKS_S = 40.0
 """For the stacks of all actors, those on other machines included."""
 
 
+class StalledError(DeadlineError):
+    """No step finished for `deadlines.stall_s`."""
+
+
 async def within(awaitable: Awaitable[T], seconds: float, key: str, what: str) -> T:
     """Await with a deadline.
 
@@ -77,7 +81,7 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
     """Ends only by raising: when no step finished for `limit_s`.
 
     Raises:
-        DeadlineError: what each part of the loop waits for, and all stacks.
+        StalledError: what each part of the loop waits for, and all stacks.
     """
     # It waits for nothing to happen, which no event can announce.
     while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110
@@ -88,7 +92,7 @@ async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[],
             stacks = await dump()
     except (ConcordError, TimeoutError) as error:
         stacks = f"the actors' stacks did not come: {str(error) or f'no answer within {STACKS_S:g} s'}"
-    raise DeadlineError(
+    raise StalledError(
         f"no step finished for deadlines.stall_s = {limit_s:g} s: {waiting}\n{driver_stacks()}\n{stacks}"
     )
 

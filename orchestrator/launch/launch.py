@@ -4,6 +4,7 @@ rooms together."""
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from actors.ports import Fleet
@@ -11,6 +12,7 @@ from orchestrator.config import RunConfig
 from orchestrator.deadlines import Progress, within
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.launch.console import Reporter
+from orchestrator.launch.endings import classify, record_end
 from orchestrator.launch.inputs import Inputs
 from orchestrator.launch.plan import resource_plan, totals
 from orchestrator.launch.recorder import StepRecorder
@@ -20,15 +22,17 @@ from orchestrator.loop.loop import Loop
 from orchestrator.loop.parts import LoopParts, Opening, Site, build_parts
 from orchestrator.replicas.registration import Expectation
 from orchestrator.replicas.replicas import Replicas
+from orchestrator.run_dir.ending import EndRecorded, first_line, write_summary
 from orchestrator.run_dir.events import EventLog
+from orchestrator.run_dir.history import How, RunEnd
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.lineage import Lineage
 from orchestrator.run_dir.record import RunEvent
 from orchestrator.signals.live import LiveSignals
 from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.observer import NO_SINKS, Observing, Sinks
-from orchestrator.signals.rows import Signals, write_summary
-from rollout.errors import UserError, boundary
+from orchestrator.signals.rows import Signals
+from rollout.errors import ConcordError, UserError, boundary
 from rollout.types.dispatch import LedgerEntry, RejectReason
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import latest_checkpoint
@@ -85,7 +89,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
     if config.faults.plant:
         reporter.say(f"faults are planted in this run: {', '.join(fault.type for fault in config.faults.plant)}")
     reporter.say(f"run {run.path}: starting Ray")
-    with handlers_restored(), cluster(config.cluster, cpus, gpus):
+    with EndRecorded(run, classify), handlers_restored(), cluster(config.cluster, cpus, gpus):
         try:
             return asyncio.run(main())
         except asyncio.CancelledError as cause:
@@ -107,7 +111,20 @@ async def drive(
 
     `on_loop` hears, once there is a loop, how to ask it to end after its step.
     """
-    run.summary.unlink(missing_ok=True)
+    with EndRecorded(run, classify) as ending:
+        return await _drive(config, run, inputs, fleet, reporter, on_loop, sinks, ending)
+
+
+async def _drive(
+    config: RunConfig,
+    run: RunDir,
+    inputs: Inputs,
+    fleet: Fleet,
+    reporter: Reporter,
+    on_loop: Callable[[Callable[[], None]], None],
+    sinks: Sinks,
+    ending: EndRecorded,
+) -> dict[str, object]:
     progress = Progress(asyncio.get_running_loop().time)
     opening = await _opened(config, run, fleet)
     expected = Expectation(
@@ -135,7 +152,9 @@ async def drive(
         await parts.book.store.record_event("prompts_checked", asdict(inputs.prompts))
     loop = Loop(config, fleet, parts, progress)
     on_loop(loop.request_stop)
-    return await _run(site, loop, parts, opening, reporter, sinks)
+    signals, memory = Signals(parts, opening.recovery.totals), PeakMemory(fleet.processes)
+    ending.begins(partial(signals.summary, memory, sinks.url))
+    return await _run(site, loop, parts, signals, memory, reporter, sinks)
 
 
 async def _opened(config: RunConfig, run: RunDir, fleet: Fleet) -> Opening:
@@ -195,11 +214,10 @@ async def _end_unconfirmed(parts: LoopParts, opening: Opening) -> None:
 
 
 async def _run(
-    site: Site, loop: Loop, parts: LoopParts, opening: Opening, reporter: Reporter, sinks: Sinks
+    site: Site, loop: Loop, parts: LoopParts, signals: Signals, memory: PeakMemory, reporter: Reporter, sinks: Sinks
 ) -> dict[str, object]:
     """Run the loop to its end with everybody who looks at it, and complete the run directory."""
-    config, run, fleet = site.config, site.run, site.fleet
-    signals, memory = Signals(parts, opening.recovery.totals), PeakMemory(fleet.processes)
+    config, run = site.config, site.run
     observing = None
     companions = {"memory": memory.run()}
     if sinks.exporter or sinks.trackers:
@@ -209,15 +227,22 @@ async def _run(
     parts.observers.add(recorder)
     try:
         await loop.run(companions)
+    except ConcordError as error:
+        end = RunEnd(how=classify(error), reason=first_line(error))
+        await record_end(parts.book, end, parts.training.policy.version)
+        await parts.doctor.look()
+        raise
     finally:
         recorder.flush()
         for trouble in parts.book.side_files.take_unreported():
             reporter.say(trouble)
+    end = RunEnd(how=How.FINISHED if parts.training.policy.version >= config.run.steps else How.STOPPED)
     await parts.doctor.look()
+    await record_end(parts.book, end, parts.training.policy.version)
     parts.book.recounts(await parts.book.store.counts())
     if observing is not None:
         await observing.show()
-    summary = signals.summary(memory, sinks.url)
+    summary = signals.summary(memory, sinks.url, end)
     cure = f"(free space, then: concord resume {run.path})"
     with boundary(UserError, f"the training is done and checkpointed, but {run.path} cannot be completed {cure}"):
         write_summary(run, summary)

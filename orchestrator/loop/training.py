@@ -125,12 +125,11 @@ class Training:
             await self._consistency.step_taken(batch, source, request.policy.version)
         ids = [header.dispatch_id for header in batch]
         book.leave(ids)
-        report = await within(
-            self._trainer.step(book.epoch, ids, request),
-            self._deadlines.step_s,
-            "deadlines.step_s",
-            f"the trainer to finish step {request.policy.version}",
-        )
+        what = f"the trainer to finish step {request.policy.version}"
+        book.progress.waits("training", what)
+        stepping, limit_s = self._trainer.step(book.epoch, ids, request), self._deadlines.step_s
+        report = await within(stepping, limit_s, "deadlines.step_s", what)
+        book.progress.waits("training", "")
         train_s = time.monotonic() - begun
         await self._log.taken(request.policy, report)
         if report.skipped:

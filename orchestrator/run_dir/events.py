@@ -1,5 +1,5 @@
-"""`events.jsonl` read on from where the last look ended: events of the run with their place, and how many dispatches
-had ended so by then.
+"""`events.jsonl` read on from where the last look ended: events of the run with their place, how many dispatches had
+ended so by then, and the history of all of them.
 
 A line that is being written waits for the next look; one that is no event is counted, and the rest is read.
 """
@@ -9,9 +9,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from orchestrator.run_dir.history import History, HistoryBuilder
 from orchestrator.run_dir.lineage import Lineage
 from orchestrator.run_dir.record import RunEvent
 from rollout.store.sqlite.journal import EventKind
@@ -34,7 +36,8 @@ ENDED = frozenset(map(str, (EventKind.FAILED, EventKind.REJECTED)))
 """Those of them that are counted by their reason."""
 OF_A_STEP = frozenset(("evaluation", "step_skipped", "gradloc"))
 """Kinds about one version: they count while its step does."""
-_KIND = re.compile(rb'"kind":\s*"([^"]*)"')
+_HEAD = re.compile(rb'^\{"number":\s*(\d+),\s*"at_s":\s*([-+.\deE]+),\s*"kind":\s*"([^"]*)"')
+"""The beginning of a line: of most lines nothing else is read."""
 
 
 class EventLog:
@@ -50,6 +53,7 @@ class EventLog:
         self._counts: Counter[str] = Counter()
         self._counts_at: dict[int, Mapping[str, float]] = {}
         self._broken: list[int] = []
+        self._history, self._step_at_s = HistoryBuilder(), 0.0
         self.version = 0
         """The trainer's, after the newest step that was committed."""
         self.resumed: dict[int, int] = {}
@@ -65,17 +69,25 @@ class EventLog:
                 if not line.endswith(b"\n"):
                     return
                 begin, self._offset = self._offset, self._offset + len(line)
-                kind = _KIND.search(line)
-                if (
-                    kind is not None
-                    and (name := kind.group(1).decode(errors="replace")) in OF_ONE_DISPATCH
-                    and name not in ENDED
-                ):
+                head = _HEAD.match(line)
+                kind = "" if head is None else head.group(3).decode(errors="replace")
+                if head is not None and kind in OF_ONE_DISPATCH and kind not in ENDED:
+                    self._count(int(head.group(1)), float(head.group(2)), kind)
                     continue
                 try:
                     self._take(cast("dict[str, Any]", json.loads(line)))
                 except (ValueError, KeyError, TypeError):
                     self._broken.append(begin)
+
+    def _count(self, number: int, at_s: float, kind: str) -> None:
+        """An event of one dispatch that did not end it."""
+        if number <= self._number:
+            return
+        self._number, self._at_s = number, at_s
+        if kind == EventKind.DISPATCHED:
+            self._history.begun()
+        elif kind == EventKind.READY:
+            self._history.came_back()
 
     def _take(self, event: Mapping[str, Any]) -> None:
         number, at_s, kind = int(event["number"]), float(event["at_s"]), str(event["kind"])
@@ -84,11 +96,15 @@ class EventLog:
         if kind == EventKind.STEP_COMMITTED:
             self.version = PolicyVersion.parse(str(event["policy"])).version
             self._counts_at[self.version] = dict(self._counts)
+            self._step_at_s = at_s
         elif kind == EventKind.EPOCH_OPENED:
             self._epoch, self.version = int(event["trainer_epoch"]), int(event["resumed_version"])
             self.resumed[self._epoch] = self.version
+            self._step_at_s = at_s
         elif kind in ENDED:
             self._counts[f"{kind}:{event.get('reason')}"] += 1
+            if kind == EventKind.FAILED:
+                self._history.failed(str(event.get("reason")), str(event.get("detail", "")), self.version)
         self._number, self._at_s = number, at_s
         if kind not in OF_ONE_DISPATCH:
             fields = {
@@ -102,6 +118,16 @@ class EventLog:
         """Events in the order of their numbers, each once; what is about a step that a resume took back is left out."""
         return [event for epoch, event in self._events if event.kind not in OF_A_STEP or _counts(lineage, epoch, event)]
 
+    @property
+    def at_s(self) -> float:
+        """Unix time of the newest event, by the store's clock; 0 before the first."""
+        return self._at_s
+
+    def history(self) -> History:
+        """What became of all dispatches; how the run ended is not for this file to say."""
+        since_s = self._at_s - self._step_at_s if self._step_at_s else 0.0
+        return replace(self._history.history(), starts=tuple(self.resumed.values()), since_step_s=since_s)
+
     def newest(self) -> str:
         """When the newest event happened, in words; nothing before the first."""
         return (
@@ -112,7 +138,7 @@ class EventLog:
 
     def tally_at(self, step: int) -> Mapping[str, float]:
         """Dispatches that had ended by the end of `step`, by `failed:REASON` and `rejected:REASON`."""
-        return dict(self._counts) if step >= self.version else self._counts_at.get(step, {})
+        return dict(self._counts) if step > self.version else self._counts_at.get(step, {})
 
     def notes(self) -> list[str]:
         """What could not be read."""

@@ -37,6 +37,8 @@ class RunDir:
     """The resolved config."""
     summary = _Below("summary.json")
     """The machine-readable result."""
+    driver = _Below("driver.json")
+    """The process that drives it, or drove it last."""
     weights = _Below("weights")
     """One directory a published version."""
     checkpoints = _Below("checkpoints")

@@ -5,13 +5,17 @@ What is missing is noted, never guessed: a run that still goes on has rows in me
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from orchestrator.config import DeadlinesConfig
+from orchestrator.run_dir.ending import gone, read_end
 from orchestrator.run_dir.events import EventLog
 from orchestrator.run_dir.histograms import Histograms, read_histograms
+from orchestrator.run_dir.history import How, RunEnd
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.lineage import Lineage
 from orchestrator.run_dir.record import Record, measured, tallies_by_kind
@@ -32,7 +36,8 @@ class RunReader:
             UserError: no run, or one of a newer format.
         """
         self.run = RunDir(path.absolute())
-        self._wanted = _wanted_steps(self.run)
+        self._wanted, self._stall_s = _config_of(self.run)
+        self._version = 0
         self._store = _store_trouble(self.run)
         self._events, self._rows, self._blocks = (
             EventLog(self.run.events),
@@ -43,10 +48,12 @@ class RunReader:
 
     def read(self) -> tuple[Record, tuple[str, ...]]:
         """The record, and what it lacks, in words."""
-        ended = self.run.summary.is_file()  # asked first: what a run writes before its summary is then read below
+        end, unreadable = self._end()  # asked first: what a run writes before its summary is then read below
         for source in (self._events, self._rows, self._blocks):
             source.read()
-        ending = self._ending(ended=ended)
+        if end is None and not unreadable and (how := gone(self.run, self._events.at_s, self._stall_s)):
+            end = RunEnd(how=How.LOST, reason=how)
+        ending = unreadable or self._ending(end)
         lineage = self._lineage = self._rows.lineage(self._events.resumed)
         columns = self._rows.all(lineage)
         steps = columns.get("step", np.empty(0)).astype(np.int64)
@@ -56,6 +63,7 @@ class RunReader:
             blocks=self._blocks.all(steps, lineage),
             tallies=tallies_by_kind([self._events.tally_at(step) for step in steps.tolist()]),
             events=tuple(self._events.all(lineage)),
+            history=replace(self._events.history(), end=end),
         )
         files = (*self._events.notes(), *self._rows.notes(), *self._blocks.notes())
         return record, (*ending, *self._behind(record), *files, *self._store)
@@ -75,22 +83,28 @@ class RunReader:
             return [f"{steps} in no metric part yet ({PARTS})"]
         return [] if record.steps.size else [f"there is no metric part yet: no series is seen ({PARTS})"]
 
-    def _ending(self, *, ended: bool) -> list[str]:
-        """How the run stands, where it has not finished."""
-        run = self.run
-        if not ended:
-            return [f"there is no summary.json: the run still goes on, or an error ended it{self._events.newest()}"]
+    def _end(self) -> tuple[RunEnd | None, list[str]]:
+        """How the run ended, and why that is not known where a summary says it."""
         try:
-            version = json.loads(run.summary.read_bytes())["version"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return ["summary.json cannot be read: how the run ended is not known"]
-        return (
-            [] if self._wanted in (None, version) else [f"the run was stopped after step {version} of {self._wanted}"]
-        )
+            end, self._version = read_end(self.run, self._wanted)
+        except (OSError, ValueError):
+            return None, ["summary.json cannot be read: how the run ended is not known"]
+        return end, []
+
+    def _ending(self, end: RunEnd | None) -> list[str]:
+        """How the run stands, where it has not finished."""
+        if end is None:
+            return [f"there is no summary.json: the run still goes on, or an error ended it{self._events.newest()}"]
+        if end.how is How.FINISHED:
+            return []
+        if end.how is How.STOPPED:
+            return [f"the run was stopped after step {self._version} of {self._wanted}"]
+        return [f"the run ended early ({end.how}): {end.reason}{self._events.newest() if end.how is How.LOST else ''}"]
 
 
-def _wanted_steps(run: RunDir) -> int | None:
-    """`run.steps` of the config; None where another version wrote it otherwise."""
+def _config_of(run: RunDir) -> tuple[int | None, float]:
+    """`run.steps` and `deadlines.stall_s` of the config; None and the default where another version wrote it
+    otherwise."""
     if not run.config.is_file():
         raise UserError(
             f"{run.path} is not a run directory: {run.config} is missing; give the folder that `concord run` printed"
@@ -99,9 +113,16 @@ def _wanted_steps(run: RunDir) -> int | None:
         config: object = json.loads(run.config.read_bytes())
     if not isinstance(config, dict):
         raise UserError(f"{run.config} holds {type(config).__name__}, expected the sections of a config; restore it")
-    section = cast("dict[str, Any]", config).get("run")
-    steps: object = cast("dict[str, Any]", section).get("steps") if isinstance(section, dict) else None
-    return steps if isinstance(steps, int) else None
+    sections = cast("dict[str, Any]", config)
+    steps, stall_s = _key(sections, "run", "steps"), _key(sections, "deadlines", "stall_s")
+    return steps if isinstance(steps, int) else None, (
+        float(stall_s) if isinstance(stall_s, int | float) else DeadlinesConfig().stall_s
+    )
+
+
+def _key(config: dict[str, Any], section: str, key: str) -> object:
+    found: object = config.get(section)
+    return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
 
 
 def _store_trouble(run: RunDir) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from orchestrator.metrics.catalogue import BLOCK_CATALOGUE, COLUMNS, ROW_METRICS
 from orchestrator.metrics.types import UNMEASURED
+from orchestrator.run_dir.history import History
 from rollout.errors import ConcordError
 
 Values = NDArray[np.float64]
@@ -53,6 +54,8 @@ class Record:
     tallies: Mapping[str, Values] = field(default_factory=dict[str, Values])
     """[n] dispatches ended until the end of the step, by `failed:REASON` and `rejected:REASON`."""
     events: tuple[RunEvent, ...] = ()
+    history: History = field(default_factory=History)
+    """What became of dispatches until now, beyond the newest row too, and how the run stands."""
 
     def __len__(self) -> int:
         return int(self.steps.size)
@@ -120,6 +123,7 @@ def record_of_rows(
     tallies: Sequence[Mapping[str, float]] = (),
     events: Sequence[RunEvent] = (),
     blocks: Mapping[tuple[str, str], Mapping[int, float]] | None = None,
+    history: History | None = None,
 ) -> Record:
     """A record from rows in order of their steps.
 
@@ -134,5 +138,10 @@ def record_of_rows(
         key: np.array([values.get(int(step), np.nan) for step in steps]) for key, values in (blocks or {}).items()
     }
     return Record(
-        steps=steps, columns=columns, blocks=of_blocks, tallies=tallies_by_kind(tallies), events=tuple(events)
+        steps=steps,
+        columns=columns,
+        blocks=of_blocks,
+        tallies=tallies_by_kind(tallies),
+        events=tuple(events),
+        history=history or History(),
     )

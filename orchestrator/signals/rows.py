@@ -1,7 +1,7 @@
 """Reduces the state of the loop to one declared row a step, and to the summary at the end."""
 
-import json
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from orchestrator.loop.parts import LoopParts
 from orchestrator.metrics.catalogue import ROW_METRICS, at_step, now
 from orchestrator.metrics.state import Moment, Series
 from orchestrator.observers import StepDone
-from orchestrator.run_dir.layout import RunDir, write_atomic
+from orchestrator.run_dir.history import RunEnd
 from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.moments import Moments
 from rollout.types.dispatch import Totals
@@ -44,14 +44,16 @@ class Signals:
         """The loop as it stands."""
         return self._moments.now()
 
-    def summary(self, memory: PeakMemory, metrics_url: str) -> dict[str, object]:
-        """The machine-readable result. Counts come from the store; means and rates from this driver's life."""
+    def summary(self, memory: PeakMemory, metrics_url: str, end: RunEnd) -> dict[str, object]:
+        """The machine-readable result of a run that ended so. Counts come from the store; means and rates from this
+        driver's life."""
         loop, counts, accounts, moment = self._loop, self._loop.book.counts, self._loop.accounts, self.moment()
         wall = moment.wall_s
         pauses = np.array(accounts.pauses) * 1e3 if accounts.pauses else np.zeros(1)
         return {
             "steps": self._totals.steps,
             "version": loop.training.policy.version,
+            "ended": asdict(end),
             "trainer_epoch": loop.book.epoch,
             "reward_first": accounts.reward_first,
             "reward_last": accounts.reward_last,
@@ -89,11 +91,6 @@ class Signals:
     def _stages(self) -> dict[str, Stage]:
         accounts = self._loop.accounts
         return {"dispatched": accounts.dispatched, "finished": accounts.finished, "trained": accounts.trained}
-
-
-def write_summary(run: RunDir, summary: Mapping[str, object]) -> None:
-    """`summary.json`."""
-    write_atomic(run.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def _consistency(consistency: Consistency | None) -> dict[str, object]:

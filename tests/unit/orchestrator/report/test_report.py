@@ -117,7 +117,7 @@ def test_a_score_stands_at_the_version_that_it_scores_and_configurations_share_n
 def test_events_stand_in_words_below_the_curves(run: RunDir):
     plant_event(run, "replica_failed", 7, replica=1, reason="its engine core is dead")
     text = text_of(run)
-    assert "Events in words (2)" in text, "the doctor found hard prompts, too"
+    assert "Events in words (3)" in text, "the doctor found hard prompts, too, and the run ended"
     assert "<td>replica failed</td><td>replica 1, reason its engine core is dead</td>" in text
 
 
