@@ -219,6 +219,19 @@ SYSTEM = Dashboard(
         by("k3 of the gap", "concord_replica_gap_k3_nats", "replica", unit="sci"),
         by("Effective sample size", "concord_replica_ess_ratio", "replica", unit="percentunit"),
         by("F(2): ratio outside [1/2, 2]", "concord_replica_tail_ratio", "replica", unit="percentunit"),
+        by(
+            "Surprise minus entropy",
+            "concord_replica_surprise_z_ratio",
+            "replica",
+            help="Standard deviations; near 0 where tokens are drawn as declared.",
+        ),
+        by(
+            "Inverse temperature over the declared one",
+            "concord_replica_inverse_temperature_ratio",
+            "replica",
+            help="Near 1 where tokens are drawn as declared.",
+        ),
+        lines("Evidence against the sampler", "consistency_sampler_evidence", "consistency_repeat_evidence"),
         spread("Staleness of trained tokens", "token_staleness_steps"),
         spread(
             "Importance ratio, distribution",

@@ -184,6 +184,18 @@ ADVICE: Mapping[Cause, Advice] = {
     Cause.STALE_KV: _advice(
         'Set engine.kv_across_versions = "recompute", and check that the engine obeys.', _NOT_POLICY
     ),
+    Cause.SAMPLER: _advice(
+        "Compare how the named replica samples (temperature, top-p, top-k, min-p, penalties, a logits processor) with "
+        "the run's [sampling]: the event `sampler_differs` says by how much, as a temperature.",
+        "Where log-probs agree all the same, the engine reports those of the declared distribution and draws from "
+        "another: set its defaults (generation_config) aside, and ask for log-probs of what it drew from.",
+        _NOT_POLICY,
+    ),
+    Cause.REPEATED_SAMPLES: _advice(
+        "Look for a seed that does not change from sample to sample: in the request, in the engine's arguments, in a "
+        "cache of answers between the two.",
+        "Do not enlarge groups against it: copies of one sample carry no difference.",
+    ),
     Cause.LOW_PROBABILITY_TAIL: _advice(
         "Bound the ratios (consistency.correction), and look at the tokens with `concord explain`.", _NOT_POLICY
     ),

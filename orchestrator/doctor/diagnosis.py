@@ -12,7 +12,7 @@ Rule = Callable[[Record], Finding | None]
 
 _GAP_CAUSES = (
     *(Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG),
-    *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV, Cause.LOW_PROBABILITY_TAIL),
+    *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV),
 )
 RULES: Mapping[Cause, Rule] = {
     Cause.EVALUATION_CHANGED: inputs.evaluation_changed,
@@ -37,6 +37,9 @@ RULES: Mapping[Cause, Rule] = {
     Cause.ATTENTION_LOGITS: numerical.attention_logits,
     Cause.GRADIENT_COLLAPSE: numerical.gradient_collapse,
     **{cause: system.disagreement(cause, cause.value) for cause in _GAP_CAUSES},
+    Cause.SAMPLER: system.sampler,
+    Cause.REPEATED_SAMPLES: system.repeated_samples,
+    Cause.LOW_PROBABILITY_TAIL: system.disagreement(Cause.LOW_PROBABILITY_TAIL, Cause.LOW_PROBABILITY_TAIL.value),
     Cause.UNKNOWN_GAP: system.disagreement(Cause.UNKNOWN_GAP, "unknown"),
     Cause.GAP_DRIFT: system.gap_drift,
     Cause.ROUTING_INCOMPLETE: system.routing_incomplete,

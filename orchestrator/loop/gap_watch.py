@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.dispatch.book import Book
 from orchestrator.loop.gap_drift import GapDrift
+from orchestrator.loop.sampler_watch import SamplerFault, SamplerWatch
 from orchestrator.observers import Observer, ReplicaFailure
 from orchestrator.run_dir.layout import write_atomic
 from orchestrator.weight_sync.lifecycle import ReplicaLifecycle
@@ -58,8 +59,8 @@ class Baselines:
 class GapWatch(Observer):
     """The newest gap of each replica, and what became of it."""
 
-    def __init__(self, book: Book, baselines: Baselines, lifecycle: ReplicaLifecycle) -> None:
-        self._book, self._baselines, self._lifecycle = book, baselines, lifecycle
+    def __init__(self, book: Book, baselines: Baselines, lifecycle: ReplicaLifecycle, sampler: SamplerWatch) -> None:
+        self._book, self._baselines, self._lifecycle, self.sampler = book, baselines, lifecycle, sampler
         self._drift = GapDrift()
         self.newest: dict[int, ReplicaGap] = {}
         self.findings: Counter[str] = Counter()
@@ -101,7 +102,25 @@ class GapWatch(Observer):
         if drift is not None:
             fields = {"replica": gap.replica, "policy": gap.newest.key, "detail": drift.detail}
             await self._book.store.record_event("consistency_drift", {**fields})
+        await self._judge_sampler(gap, incarnation)
         await self._judge(gap, incarnation)
+
+    async def _judge_sampler(self, gap: ReplicaGap, incarnation: int) -> None:
+        for found in self.sampler.take(gap, incarnation):
+            fields = {
+                "replica": gap.replica,
+                "policy": gap.newest.key,
+                "tokens": found.sums.num_tokens,
+                "z": found.sums.z,
+                "inverse_temperature": found.sums.inverse_temperature,
+                "repeats": found.sums.repeats,
+                "expected_repeats": found.sums.expected_repeats,
+                "detail": f"replica {gap.replica}: {found.detail}",
+            }
+            if found.fault is SamplerFault.REPEATED_SAMPLES:
+                await self._book.store.record_event("samples_repeat", {**fields})
+            else:
+                await self._book.store.record_event("sampler_differs", {**fields})
 
     async def _judge(self, gap: ReplicaGap, incarnation: int) -> None:
         failed = [finding for finding in gap.findings if finding.severity is CheckSeverity.FAIL]

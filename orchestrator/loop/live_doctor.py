@@ -41,6 +41,8 @@ OF_INTEREST = frozenset(
             "gradloc",
             "consistency_finding",
             "consistency_drift",
+            "sampler_differs",
+            "samples_repeat",
             "routing_incomplete",
         ),
         *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost"),

@@ -21,6 +21,7 @@ from orchestrator.loop.evaluation import Evaluation
 from orchestrator.loop.gap_watch import Baselines, GapWatch
 from orchestrator.loop.live_doctor import LiveDoctor
 from orchestrator.loop.measured_store import MeasuredStore
+from orchestrator.loop.sampler_watch import SamplerWatch
 from orchestrator.loop.step_log import StepLog
 from orchestrator.loop.supervision import Supervision
 from orchestrator.loop.training import Training
@@ -248,7 +249,8 @@ def _checkpoints(site: Site, core: _Core, publisher: Publisher) -> RunCheckpoint
 def _consistency(site: Site, opening: Opening, core: _Core) -> Consistency:
     config, baselines = site.config, Baselines(site.run.path / "baseline.json")
     ledger = [*(entry.policy for entry in opening.recovery.ledger), opening.manifest.policy]
-    gaps = GapWatch(core.book, baselines, core.lifecycle)
+    sampler = SamplerWatch(config.consistency.sampler_evidence_nats)
+    gaps = GapWatch(core.book, baselines, core.lifecycle, sampler)
     queue = AuditQueue(config.consistency, config.run.seed, core.book.pool, ledger, baselines.has)
     core.observers.add(gaps)
     core.observers.add(queue)

@@ -66,6 +66,10 @@ def _worst(now: Moment, value: Callable[[ReplicaGap], float]) -> float:
     return max(map(value, now.gaps), default=UNMEASURED)
 
 
+def _or_unmeasured(value: float | None) -> float:
+    return UNMEASURED if value is None else value
+
+
 def _routings(now: Moment) -> list[RoutingAgreement]:
     """Routing in the newest audits of the replicas that returned it, or should have."""
     return [gap.routing for gap in now.newest_gaps.values() if gap.routing is not None]
@@ -176,6 +180,12 @@ class Agreement(CatalogueSection, layer=4):
         "ratio", lambda now: min((routing.coverage for routing in _routings(now)), default=UNMEASURED), optional=True
     )
     """Share of sampled tokens with whole routing evidence, the worst replica's; -1 where none is expected."""
+    consistency_sampler_evidence = column("nats", lambda now: _or_unmeasured(now.sampler_evidence), optional=True)
+    """Evidence that a replica draws from another distribution than it declares, the worst replica's; reported at
+    consistency.sampler_evidence_nats; -1 before the first audit."""
+    consistency_repeat_evidence = column("nats", lambda now: _or_unmeasured(now.repeat_evidence), optional=True)
+    """Evidence that a replica repeats its samples, the worst replica's; reported at consistency.sampler_evidence_nats;
+    -1 before the first audit."""
     consistency_audited_groups = total_column("groups", lambda now: now.audits.audited)
     """Groups that the consistency service has scored since the loop began."""
     consistency_skipped_groups = total_column("groups", lambda now: now.audits_skipped)
@@ -220,6 +230,18 @@ class Agreement(CatalogueSection, layer=4):
     """Mean |d_engine| above which the replica's gap fails: by its numerics, or `consistency.limits`."""
     replica_gap_k3_nats = gauge("nats", lambda now: _by_gap(now, lambda gap: gap.k3), REPLICA)
     """Mean k3 of d_engine of the replica's newest audit."""
+    replica_surprise_z = gauge(
+        "ratio", lambda now: _by_gap(now, lambda gap: gap.sampling.z if gap.sampling.num_tokens else None), REPLICA
+    )
+    """Surprise minus entropy of the tokens of the replica's newest audit, in standard deviations: near 0 where they are
+    drawn from the declared distribution."""
+    replica_inverse_temperature = gauge(
+        "ratio",
+        lambda now: _by_gap(now, lambda gap: gap.sampling.inverse_temperature if gap.sampling.variance > 0 else None),
+        REPLICA,
+    )
+    """Power of the declared distribution that the tokens of the replica's newest audit look drawn from: near 1 where
+    they are drawn as declared, above 1 where the sampler is sharper."""
     replica_ess = gauge("ratio", lambda now: _by_gap(now, lambda gap: gap.ess), REPLICA)
     """Effective sample size of the raw engine ratios of the replica's newest audit."""
     replica_tail = gauge("ratio", lambda now: _by_gap(now, lambda gap: gap.outside_factor_two), REPLICA)

@@ -146,6 +146,10 @@ class Moment:
     replicas: Sequence[ReplicaState]
     diagnosis: Mapping[str, Series]
     """What the doctor found, by name of the metric."""
+    sampler_evidence: float | None = None
+    """Largest evidence that a replica draws from another distribution, nats; None before the first audit."""
+    repeat_evidence: float | None = None
+    """The same, that it repeats its samples."""
     environment: str = ""
     max_staleness: int = 0
     memory: Mapping[str, int] = field(default_factory=dict[str, int])

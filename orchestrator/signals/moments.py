@@ -98,6 +98,8 @@ class Moments:
             audits_run=consistency is not None,
             baselines={} if consistency is None else _baselines(consistency),
             multiples={} if consistency is None else _multiples(consistency),
+            sampler_evidence=None if consistency is None else consistency.gaps.sampler.evidence,
+            repeat_evidence=None if consistency is None else consistency.gaps.sampler.repeat_evidence,
             replicas=tuple(loop.replicas),
             diagnosis=loop.doctor.numbers(),
         )

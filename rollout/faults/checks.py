@@ -1,7 +1,7 @@
 """What can be said about planted faults from the config alone: those that cannot act, or that would change nothing, are
 refused before anything starts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollout.config import EngineConfig, SamplingConfig, returns_routing
@@ -13,6 +13,7 @@ from rollout.faults.config import (
     MissingRoutingFault,
     RawLogprobsFault,
     RoutingPerturbedFault,
+    SilentTemperatureFault,
     SilentTopPFault,
     StaleHeadFault,
     StaleReplicaFault,
@@ -57,8 +58,9 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
     Raises:
         ValueError: which fault, why, and what to change; the first problem.
     """
+    silent = {f.replica for f in faults.plant if isinstance(f, SilentTemperatureFault | SilentTopPFault)}
     for index, fault in enumerate(faults.plant):
-        for problem in (*_problems(fault, around), *_problems_in_engines(fault, around)):
+        for problem in (*_problems(fault, around), *_problems_in_engines(fault, around, silent)):
             raise ValueError(f"faults.plant[{index}] ({fault.type}): {problem}")
 
 
@@ -84,7 +86,8 @@ def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
         yield 'it makes sums; set environment.type = "arithmetic"'
 
 
-def _problems_in_engines(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
+def _problems_in_engines(fault: FaultConfig, around: FaultSurroundings, silent: Collection[int]) -> Iterator[str]:
+    """Why a fault in an engine would do nothing; `silent` are the replicas that do not sample as asked."""
     engine, sampling, scripted = around.engine, around.sampling, around.engine.type == "scripted"
     if isinstance(fault, FaultSection) and fault.replica >= engine.replicas:
         yield (
@@ -112,10 +115,13 @@ def _problems_in_engines(fault: FaultConfig, around: FaultSurroundings) -> Itera
             "run.deterministic = false"
         )
     as_drawn = (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    if isinstance(fault, RawLogprobsFault) and as_drawn:
+    if isinstance(fault, RawLogprobsFault) and as_drawn and fault.replica not in silent:
         yield (
-            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as 0.8"
+            "raw and processed log-probs are the same at sampling.temperature = 1; set another temperature, such as "
+            "0.8, or plant silent_temperature beside it"
         )
+    if isinstance(fault, SilentTemperatureFault) and fault.temperature == sampling.temperature:
+        yield f"sampling.temperature is {sampling.temperature:g} as well; set another temperature"
     if isinstance(fault, SilentTopPFault) and fault.top_p >= sampling.top_p:
         yield (
             f"got top_p = {fault.top_p:g} with sampling.top_p = {sampling.top_p:g}, which would cut off nothing more; "

@@ -104,6 +104,20 @@ class SilentTopPFault(FaultSection):
     """What it samples with; below `sampling.top_p`."""
 
 
+class SilentTemperatureFault(FaultSection):
+    """The engine samples at a temperature that neither request nor tag names."""
+
+    type: Literal["silent_temperature"] = "silent_temperature"
+    temperature: Annotated[float, Field(gt=0)] = 0.7
+    """What it samples at; other than `sampling.temperature`."""
+
+
+class ConstantSeedFault(FaultSection):
+    """All samples are drawn with one and the same seed."""
+
+    type: Literal["constant_seed"] = "constant_seed"
+
+
 class RetokenizedTurnFault(FaultSection):
     """A later turn sends its prefix as text that is tokenised again, without special tokens: the engine continues other
     ids than the sample holds."""
@@ -169,6 +183,8 @@ WeightFault = StaleReplicaFault | StaleHeadFault | LowPrecisionReplicaFault | Ro
 PromptFault = TokenizerSwapFault | TemplateSpaceFault | DoubleBosFault
 AnswerFault = (
     SilentTopPFault
+    | SilentTemperatureFault
+    | ConstantSeedFault
     | RetokenizedTurnFault
     | RawLogprobsFault
     | Bf16LogprobsFault

@@ -8,6 +8,7 @@ from typing import Any
 from rollout.config import EngineConfig
 from rollout.faults.config import (
     Bf16LogprobsFault,
+    ConstantSeedFault,
     FaultsConfig,
     FaultSection,
     KvKeptFault,
@@ -15,6 +16,7 @@ from rollout.faults.config import (
     RawLogprobsFault,
     RetokenizedTurnFault,
     ShortLogprobsFault,
+    SilentTemperatureFault,
     SilentTopPFault,
     SlowReplicaFault,
     VersionOffByOneFault,
@@ -26,11 +28,13 @@ from rollout.faults.engines.answers import (
     RawLogprobs,
     RequestChange,
     SlowReplica,
+    at_temperature,
     in_bf16,
     labelled_before,
     one_short,
     retokenized,
     with_half_routing,
+    with_one_seed,
     with_top_p,
     without_routing,
 )
@@ -64,6 +68,8 @@ _WRAPS: tuple[tuple[type[FaultSection], _Wrap], ...] = (
     (KvKeptFault, lambda engine, fault, _: KeptCache(engine, fault)),
     (SlowReplicaFault, lambda engine, fault, at: SlowReplica(engine, fault, at.seed)),
     (SilentTopPFault, _requests(lambda fault, _: with_top_p(fault.top_p))),
+    (SilentTemperatureFault, _requests(lambda fault, _: at_temperature(fault.temperature))),
+    (ConstantSeedFault, _requests(lambda _, at: with_one_seed(at.seed))),
     (RetokenizedTurnFault, _requests(lambda _, at: retokenized(at.tokenizer))),
     (RawLogprobsFault, lambda engine, fault, at: RawLogprobs(engine, fault, at.seed)),
     (Bf16LogprobsFault, _chunks(lambda _: in_bf16)),

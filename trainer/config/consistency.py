@@ -193,6 +193,9 @@ class ConsistencyConfig(Section):
     on_fail: Literal["observe", "mask", "reject", "quarantine"] = "quarantine"
     """What happens to a trajectory whose log-probs its policy does not explain; only `gate` acts on it. Different
     tokens are always rejected."""
+    sampler_evidence_nats: PositiveFloat | None = 20.0
+    """Evidence in nats at which a replica is reported to draw from another distribution than it declares, or to repeat
+    its samples; None is off."""
     limits: GapLimits | None = None
     """None takes the defaults for the engine's dtype, quantisation and routing."""
     correction: CorrectionConfig = NoCorrection()

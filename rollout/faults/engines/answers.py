@@ -114,6 +114,16 @@ def with_top_p(top_p: float) -> RequestChange:
     return lambda request: replace(request, sampling=replace(request.sampling, top_p=top_p))
 
 
+def at_temperature(temperature: float) -> RequestChange:
+    """Sample at this temperature."""
+    return lambda request: replace(request, sampling=replace(request.sampling, temperature=temperature))
+
+
+def with_one_seed(seed: int) -> RequestChange:
+    """Draw every sample with this key."""
+    return lambda request: replace(request, seeds=(seed,) * request.num_samples)
+
+
 def retokenized(tokenizer: Tokenizer | None) -> RequestChange:
     """In later turns (request ids `ID:TURN:SAMPLE`), send the prefix through text: special tokens get lost, others may
     be cut anew.

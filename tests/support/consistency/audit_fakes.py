@@ -31,6 +31,13 @@ class ScriptedScorer:
     ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None]]:
         return self.score(trajectories, options), [self.agree(trajectory) for trajectory in trajectories]
 
+    def score_with_moments(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None], list[NDArray[np.float32]]]:
+        """As surprising as tokens are on average, with variance 1: nothing to find."""
+        scores, routings = self.score_with_routing(trajectories, options)
+        return scores, routings, [np.stack((each, -each, np.ones_like(each))) for each in scores]
+
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
         self.asked.append(options)
         self.scored_tokens += sum(t.token_ids.size for t in trajectories)

@@ -159,6 +159,8 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
         Cause(name): gap_by(name)
         for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")
     },
+    Cause.SAMPLER: lambda run: run.event("sampler_differs", 50, replica=0, detail="sharper than declared"),
+    Cause.REPEATED_SAMPLES: lambda run: run.event("samples_repeat", 50, replica=0, detail="9 of 12 samples repeat"),
     Cause.LOW_PROBABILITY_TAIL: gap_by("low_probability_tail"),
     Cause.UNKNOWN_GAP: gap_by("unknown"),
     Cause.GAP_DRIFT: lambda run: run.event("consistency_drift", 50, replica=0, detail="doubled"),

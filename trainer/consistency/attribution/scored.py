@@ -28,6 +28,8 @@ class Scored:
     """About all but its gap."""
     routing: RoutingAgreement | None = None
     """None where there is none to compare."""
+    moments: NDArray[np.float32] | None = None
+    """[3, T] as of `MomentRescorer.score_with_moments`; None where nobody asked."""
 
     @property
     def mask(self) -> NDArray[np.bool_]:

@@ -56,3 +56,15 @@ class RoutingRescorer(Rescorer, Protocol):
         """`score`, and the agreement of each trajectory's routing over its scored tokens; None where there is none to
         compare."""
         ...
+
+
+class MomentRescorer(RoutingRescorer, Protocol):
+    """A rescorer that also says how the declared distribution of each token looks."""
+
+    def score_with_moments(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None], list[NDArray[np.float32]]]:
+        """`score_with_routing`, and [3, T] a trajectory under the distribution that its tag declares, cut by this
+        model's own logits whatever the engine says it kept: log-prob and entropy (nats) and variance of log p (squared
+        nats). NaN where a token has no score."""
+        ...

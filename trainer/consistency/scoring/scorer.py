@@ -24,6 +24,7 @@ from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
+from trainer.consistency.scoring.moments import token_moments
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.routing import RoutingListener
 from trainer.consistency.scoring.rows import (
@@ -70,7 +71,7 @@ class _Experts:
 
 
 class Scorer:
-    """Implements `Rescorer`. Not for two threads at once."""
+    """Implements `MomentRescorer`. Not for two threads at once."""
 
     def __init__(self, versions: HeldVersions, batch_tokens: int) -> None:
         """Score with the module of `versions`, in forward passes of at most `batch_tokens` (rows x longest row)."""
@@ -78,6 +79,7 @@ class Scorer:
         self._batch_tokens, self._device = batch_tokens, versions.device
         self._experts = _experts_of(self._model)
         self._listens = False
+        self._moments: list[NDArray[np.float32]] | None = None
         self._unknown: dict[str, str] = {}
         self._scored_tokens = 0
 
@@ -157,6 +159,21 @@ class Scorer:
             agreements = None if self._experts is None else self._experts.listener.take(len(trajectories))
         return scores, agreements or [None] * len(trajectories)
 
+    def score_with_moments(
+        self, trajectories: Sequence[Trajectory], options: ScoreOptions
+    ) -> tuple[_Scores, list[RoutingAgreement | None], list[NDArray[np.float32]]]:
+        """As `MomentRescorer.score_with_moments`, in the same forward passes.
+
+        Raises:
+            UserError: as `score_with_routing`.
+        """
+        moments = [np.full((3, t.token_ids.size), np.nan, dtype=np.float32) for t in trajectories]
+        self._moments = moments
+        try:
+            return *self.score_with_routing(trajectories, options), moments
+        finally:
+            self._moments = None
+
     def _plan(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Plan:
         plan = _Plan(rows={}, continued=[])
         for index, trajectory in enumerate(trajectories):
@@ -218,7 +235,11 @@ class Scorer:
         )
         with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
             chosen, weight = self._model.chosen_states(token_ids, positions, cache), self._model.head_weight()
-            if sampler.truncates:
+            if self._moments is not None:
+                moments = token_moments(chosen, weight, targets, sampler, self._model.chunk_tokens)
+                logprobs = moments[0]
+                _write(self._moments, batch, moments.cpu().numpy())
+            elif sampler.truncates:
                 logprobs = truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
             else:
                 logprobs, _ = chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)
@@ -254,7 +275,8 @@ def _experts_of(model: PolicyModel) -> _Experts | None:
     return _Experts(counts[0], (blocks, counts[1]), listener, RoutingReplay(causal_lm, *counts))
 
 
-def _write(scores: _Scores, batch: ScoreBatch, logprobs: NDArray[np.float32]) -> None:
+def _write(found: Sequence[NDArray[np.float32]], batch: ScoreBatch, values: NDArray[np.float32]) -> None:
+    """Put [..., N] values of the batch's targets into the [..., T] arrays of their trajectories."""
     ends = np.cumsum([row.targets.size for row in batch.rows])[:-1]
-    for row, values in zip(batch.rows, np.split(logprobs, ends), strict=True):
-        scores[row.index][row.targets] = values
+    for row, part in zip(batch.rows, np.split(values, ends, axis=-1), strict=True):
+        found[row.index][..., row.targets] = part

@@ -34,16 +34,26 @@ def truncated_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, sampler:
     return logprobs
 
 
-def _logprobs(logits: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
-    chosen = logits.gather(1, targets[:, None]).squeeze(1)
+def kept_logits(logits: Tensor, chosen: Tensor, sampler: Sampler) -> Tensor:
+    """[n, K] logits of the tokens that `sampler` can draw, in falling order, -inf elsewhere; where `chosen` [n, 1] lies
+    below the rim it is the last column, so that every chosen token is in once."""
     vocabulary = logits.shape[-1]
     top_k = min(sampler.top_k or vocabulary, vocabulary)
-    kept = logits.topk(top_k, dim=-1).values if top_k < vocabulary else logits.sort(dim=-1, descending=True).values
+    if top_k < vocabulary:
+        kept = logits.topk(top_k + 1, dim=-1).values
+        kept[:, top_k:] = -torch.inf
+    else:
+        kept = logits.sort(dim=-1, descending=True).values
     if sampler.top_p < 1.0:
         probabilities = torch.softmax(kept, dim=-1)
         cut = probabilities.cumsum(dim=-1).sub_(probabilities) >= sampler.top_p
         cut[:, 0] = False
         kept = kept.masked_fill(cut, -torch.inf)
-    normaliser = torch.logsumexp(kept, dim=-1)
-    least = torch.where(kept == -torch.inf, torch.inf, kept).amin(dim=-1)
-    return chosen - torch.where(chosen >= least, normaliser, torch.logaddexp(normaliser, chosen))
+    least = torch.where(kept == -torch.inf, torch.inf, kept).amin(dim=-1, keepdim=True)
+    kept[:, -1:] = torch.where(chosen >= least, kept[:, -1:], chosen)
+    return kept
+
+
+def _logprobs(logits: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
+    chosen = logits.gather(1, targets[:, None])
+    return chosen.squeeze(1) - torch.logsumexp(kept_logits(logits, chosen, sampler), dim=-1)

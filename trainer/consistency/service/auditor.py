@@ -25,10 +25,11 @@ from trainer.consistency.attribution.scored import Scored, attribute_worst, gap_
 from trainer.consistency.checks.gap import check_gap, default_limits
 from trainer.consistency.checks.structure import check_trajectory
 from trainer.consistency.checks.versions import check_versions
-from trainer.consistency.scoring.protocols import RoutingRescorer, ScoreOptions
+from trainer.consistency.scoring.protocols import MomentRescorer, ScoreOptions
 from trainer.consistency.service.prompts import PromptReader
 from trainer.consistency.service.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
+from trainer.consistency.service.sampling_evidence import sampling_of
 from trainer.consistency.service.verdicts import decide
 from trainer.model.model_dir import ModelFacts
 from trainer.types.evidence import (
@@ -42,7 +43,7 @@ from trainer.types.evidence import (
 from trainer.types.histograms import LOG_RATIO_EDGES, bucket_counts
 
 
-class ServiceScorer(RoutingRescorer, Protocol):
+class ServiceScorer(MomentRescorer, Protocol):
     """A rescorer that says what it holds and how much it has done."""
 
     @property
@@ -122,7 +123,7 @@ class Auditor:
         if reader is not None:
             asked = {group.dispatch_id: reader.read(prompt) for group, prompt in zip(groups, prompts, strict=True)}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        scores, routings = self._scorer.score_with_routing(trajectories, self._run.options)
+        scores, routings, moments = self._scorer.score_with_moments(trajectories, self._run.options)
         return [
             Scored(
                 trajectory=trajectory,
@@ -136,8 +137,9 @@ class Auditor:
                 ),
                 scores=values,
                 routing=routing,
+                moments=of_each,
             )
-            for trajectory, values, routing in zip(trajectories, scores, routings, strict=True)
+            for trajectory, values, routing, of_each in zip(trajectories, scores, routings, moments, strict=True)
         ]
 
     def _check(
@@ -189,6 +191,7 @@ class Auditor:
             log_ratios=bucket_counts(d, LOG_RATIO_EDGES),
             trainer_rounding=self._rounding(scored) if facts.baseline is None else None,
             routing=routing_facts([each.routing for each in scored], self._tokens_without_trace(scored)),
+            sampling=sampling_of(scored),
         )
 
     def _known(self, facts: ReplicaFacts) -> AttributionFacts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.gap import GapBaseline
 from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.checks.sampling import NO_SAMPLES, SamplingSums
 from trainer.types.evidence import Attribution, CheckFinding
 from trainer.types.histograms import NO_LOG_RATIOS, BucketCounts
 from trainer.types.step import Verdict
@@ -83,6 +84,8 @@ class ReplicaGap:
     routing: RoutingAgreement | None = None
     """Over rows that predict a scored token; with a coverage below 1 the engine's evidence has holes. None for a dense
     model, and where no routing came and none was expected."""
+    sampling: SamplingSums = NO_SAMPLES
+    """Whether its tokens look drawn from the distribution that it declares; without tokens where that is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ def parsed(plant: str, *overrides: str) -> RunConfig:
     [
         ('type="bf16_logprobs", replica=1', (), "choose 0 to 0"),
         ('type="raw_logprobs"', (), "set another temperature"),
+        ('type="silent_temperature", temperature=1.0', (), "set another temperature"),
         ('type="silent_top_p"', ("sampling.top_p=0.9",), "set a smaller one"),
         ('type="stale_head"', (), "set model.tie_embeddings = false"),
         ('type="routing_perturbed"', (), "set model.moe = true"),
@@ -47,6 +48,7 @@ def test_a_fault_that_cannot_act_is_refused_with_the_cure(plant: str, overrides:
     ("plant", "overrides"),
     [
         ('type="raw_logprobs"', ("sampling.temperature=0.8",)),
+        ('type="silent_temperature"', ()),
         ('type="stale_head"', ("model.type=tiny", "model.tie_embeddings=false")),
         ('type="routing_perturbed"', ("model.type=tiny", "model.moe=true")),
         ('type="missing_routing"', ("engine.type=torch", "engine.return_routing=true")),

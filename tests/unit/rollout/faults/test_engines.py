@@ -17,6 +17,7 @@ from rollout.episodes.failure import EpisodeFailure
 from rollout.errors import EngineError
 from rollout.faults.config import (
     Bf16LogprobsFault,
+    ConstantSeedFault,
     FaultConfig,
     FaultsConfig,
     KvKeptFault,
@@ -24,6 +25,7 @@ from rollout.faults.config import (
     RawLogprobsFault,
     RetokenizedTurnFault,
     ShortLogprobsFault,
+    SilentTemperatureFault,
     SilentTopPFault,
     StaleReplicaFault,
     TemplateSpaceFault,
@@ -183,6 +185,14 @@ def test_a_silent_top_p_reaches_the_engine_and_not_the_tag():
     by_version(engine)
     assert [asked.sampling.top_p for asked in inner.requests] == [1.0, 0.9]
     assert asyncio.run(engine.tag()).top_p == 1.0
+
+
+def test_a_silent_temperature_and_a_constant_seed_reach_the_engine_and_not_the_tag():
+    inner = ToldEngine(stopping(5))
+    engine = planted(inner, SilentTemperatureFault(), ConstantSeedFault(), seed=11)
+    by_version(engine)
+    assert [(asked.sampling.temperature, asked.seeds) for asked in inner.requests] == [(1.0, (0, 1)), (0.7, (11, 11))]
+    assert asyncio.run(engine.tag()).temperature == 1.0
 
 
 def test_only_later_turns_are_tokenized_again_and_lose_their_special_tokens():

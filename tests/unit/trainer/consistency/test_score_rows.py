@@ -15,6 +15,7 @@ from rollout.engines.sampling.sampling import RowSampling
 from rollout.types.generation import SamplingParams
 from rollout.types.weights import PolicyVersion
 from trainer.config.trainer import TinyModelConfig
+from trainer.consistency.scoring.moments import token_moments
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.rows import Sampler, ScoreRow, batches_of, prefix_rows
 from trainer.consistency.scoring.truncation import truncated_logprobs
@@ -131,6 +132,7 @@ def test_logits_of_no_more_than_a_chunk_exist_at_once(sampler: Sampler):
     hidden, head, targets = torch.ones(64, 4), torch.ones(100, 4), torch.zeros(64, dtype=torch.int64)
     with LargestTensor() as largest:
         truncated_logprobs(hidden, head, targets, sampler, 8)
+        token_moments(hidden, head, targets, sampler, 8)
     assert largest.numel <= 8 * 100
 
 
