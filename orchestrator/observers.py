@@ -25,6 +25,7 @@ class StepFacts:
     reward_std: float
     length_mean: float
     length_cap_fraction: float
+    length_cut_fraction: float
     zero_variance: float
     reward_length_correlation: float
     all_correct: float

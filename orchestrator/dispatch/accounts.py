@@ -53,7 +53,8 @@ class Stage:
 class Accounts(Observer):
     """All running sums of one driver's life."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_new_tokens: int) -> None:
+        self._max_new_tokens = max_new_tokens
         self.dispatched = Stage()
         self.finished = Stage()
         self.trained = Stage()
@@ -73,6 +74,8 @@ class Accounts(Observer):
         self.retried = 0
         self.observing_cpu_s = 0.0
         """What reducing signals for Prometheus has cost the driver."""
+        self.store_s = 0.0
+        """What the loop's calls of the store took, those at the same time added up."""
         self.distributions = Distributions()
         self.speeds = ReplicaSpeeds()
         self.prompts: deque[str] = deque(maxlen=64)
@@ -113,7 +116,7 @@ class Accounts(Observer):
         for header in batch:
             self.trained.add(header)
             self.prompts.append(header.prompt_id)
-        facts = step_facts(batch, report, request)
+        facts = step_facts(batch, report, request, self._max_new_tokens)
         self.staleness.add(facts.staleness_mean * facts.num_sampled, facts.num_sampled)
         self.staleness_max = max(self.staleness_max, facts.staleness_max)
         self.mixed += sum(len(t.tokens_by_policy) > 1 for t in _trained(batch, report))
@@ -144,6 +147,7 @@ class Accounts(Observer):
 
     def store_answered(self, call: str, seconds: float) -> None:
         """A call to the store took so long."""
+        self.store_s += seconds
         self.distributions.observe("concord_store_latency_seconds", seconds, call)
 
     def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
@@ -166,9 +170,11 @@ def _trained(batch: Sequence[GroupHeader], report: StepReport) -> list[Trajector
     return [t for header in batch for t in header.trajectories if t.trajectory_id in report.trained_ids]
 
 
-def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
-    """Reduce the headers of a trained batch. Staleness counts trained trajectories; tokens that policy `mask` took out
-    do not count."""
+def step_facts(
+    batch: Sequence[GroupHeader], report: StepReport, request: StepRequest, max_new_tokens: int
+) -> StepFacts:
+    """Reduce the headers of a trained batch, of which no answer had to end by length below `max_new_tokens`. Staleness
+    counts trained trajectories; tokens that policy `mask` took out do not count."""
     trained, everyone = _trained(batch, report), [t for header in batch for t in header.trajectories]
     rewards = np.array([t.reward for t in everyone])
     groups = [[t.reward for t in header.trajectories] for header in batch]
@@ -184,6 +190,10 @@ def step_facts(batch: Sequence[GroupHeader], report: StepReport, request: StepRe
         reward_std=float(rewards.std()),
         length_mean=sum(t.num_sampled for t in everyone) / len(everyone),
         length_cap_fraction=sum(t.finish_reason is FinishReason.LENGTH for t in everyone) / len(everyone),
+        length_cut_fraction=sum(
+            t.finish_reason is FinishReason.LENGTH and t.num_sampled < max_new_tokens for t in everyone
+        )
+        / len(everyone),
         zero_variance=sum(min(g) == max(g) for g in groups) / len(groups),
         reward_length_correlation=reward_length_correlation(batch),
         all_correct=sum(min(g) >= 1.0 for g in groups) / len(groups),

@@ -146,7 +146,7 @@ def build_parts(site: Site, opening: Opening) -> LoopParts:
 
 
 def _core(site: Site, opening: Opening) -> _Core:
-    config, observers, accounts = site.config, Observers(), Accounts()
+    config, observers, accounts = site.config, Observers(), Accounts(site.config.sampling.max_new_tokens)
     weights = CommittedWeights(opening.manifest)
     store = MeasuredStore(
         site.fleet.store,

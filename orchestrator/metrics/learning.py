@@ -55,6 +55,13 @@ class DataAndReward(CatalogueSection, layer=1):
     """Mean sampled tokens of all finished trajectories."""
     length_cap_fraction = step_column("ratio", lambda step: step.facts.length_cap_fraction)
     """Share of all trajectories in the step's batch that ended at their length limit."""
+    length_cut_fraction = step_column("ratio", lambda step: step.facts.length_cut_fraction)
+    """Share of all trajectories in the step's batch that ended by length with fewer tokens than
+    sampling.max_new_tokens: the context was used up, or the engine's limit is another one."""
+    sample_repeats = step_column("ratio", lambda step: step.report.sample_repeats)
+    """Share of pairs of samples of one group that are the same, token by token."""
+    sample_repeats_expected = step_column("ratio", lambda step: step.report.sample_repeats_expected)
+    """The same, as independent samples would have it: the mean probability of a sample."""
     reward_length_correlation = step_column("correlation", lambda step: step.facts.reward_length_correlation)
     """Correlation of reward and sampled tokens within the trained groups; 0 where either does not differ."""
     zero_variance_groups = step_column("ratio", lambda step: step.facts.zero_variance)

@@ -102,6 +102,8 @@ class Moment:
     longest_pause_s: float
     """Longest pause of a replica in the last weight update."""
     trained_tokens: int
+    store_s: float
+    """What the loop's calls of the store took, those at the same time added up."""
     retried: int
     trainer_busy_s: float
     replica_busy_s: Mapping[int, float]

@@ -102,6 +102,8 @@ class System(CatalogueSection, layer=4):
     """Slot of the slowest replica; -1 where there is none."""
     reward_seconds = step_column("seconds", lambda step: step.facts.reward_s)
     """Mean time of the trained groups in a reward worker."""
+    store_seconds = total_column("seconds", lambda now: now.store_s)
+    """Seconds since the loop began that its calls of the store took, those at the same time added up."""
     replica_restarts = total_column("restarts", lambda now: now.restarts["replica"])
     """Engine replicas restarted since the loop began."""
     observing_cpu_seconds = total_column("seconds", lambda now: now.observing_cpu_s)

@@ -71,6 +71,7 @@ class Moments:
             weights_superseded=loop.publisher.superseded,
             longest_pause_s=accounts.longest_pause_s,
             trained_tokens=accounts.trained_tokens,
+            store_s=accounts.store_s,
             retried=accounts.retried,
             trainer_busy_s=accounts.trainer_busy_s,
             replica_busy_s=loop.replicas.busy_s(),

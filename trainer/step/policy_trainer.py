@@ -23,6 +23,7 @@ from rollout.types.weights import Canary, PolicyVersion, WeightManifest
 from trainer.batching.batcher import TrainingBatch, build_batch
 from trainer.batching.packing import pack
 from trainer.batching.quarantine import groups_with_quarantines, quarantined
+from trainer.batching.repeats import sample_repeats
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.checkpointing.saved_steps import SavedStep, reason_to_keep, save_step
 from trainer.checkpointing.sharded_state import load_checkpoint, save_checkpoint
@@ -96,7 +97,14 @@ class PolicyTrainer:
             statistics=self._algorithm.statistics,
             has_reference=self._config.algorithm.kl_coef > 0,
         )
-        return replace(report, quarantined=taken_out, quarantined_groups=groups_with_quarantines(audited, taken_out))
+        repeats, expected = sample_repeats(each.group for each in audited)
+        return replace(
+            report,
+            quarantined=taken_out,
+            quarantined_groups=groups_with_quarantines(audited, taken_out),
+            sample_repeats=repeats,
+            sample_repeats_expected=expected,
+        )
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:
         """Keep the batch of the last step below `parent`, with what a replay needs, if it is one to keep. On rank 0

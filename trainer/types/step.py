@@ -151,6 +151,10 @@ class StepReport:
     """Trajectories that lost some tokens, or all, to the staleness mask, a verdict or the gradient search."""
     zero_variance_groups: int = 0
     """Groups whose rewards are all alike: in the denominators, without a gradient."""
+    sample_repeats: float = 0.0
+    """Share of pairs of samples of one group that have the same sampled tokens."""
+    sample_repeats_expected: float = 0.0
+    """The same, as independent samples would have it: the mean probability of a sample."""
     phases_s: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): decode, pack, forward_backward, gradloc (with the repetition of the step, if any),
     optimizer."""

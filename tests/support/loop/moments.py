@@ -11,7 +11,16 @@ from rollout.types.dispatch import Counts
 
 NUMBERS = (
     *("admission_capacity", "trainer_version", "committed_version", "weight_updates", "weights_superseded", "retried"),
-    *("longest_pause_s", "trained_tokens", "trainer_busy_s", "observing_cpu_s", "steps", "skipped", "batch_wait_s"),
+    *(
+        "longest_pause_s",
+        "trained_tokens",
+        "store_s",
+        "trainer_busy_s",
+        "observing_cpu_s",
+        "steps",
+        "skipped",
+        "batch_wait_s",
+    ),
     *("last_step_s", "side_file_failures", "evaluation_tokens", "evaluation_s"),
 )
 

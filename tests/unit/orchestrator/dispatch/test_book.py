@@ -33,7 +33,7 @@ def book_of(room: ReplicaRoom) -> Book:
         store=store,
         replicas=room.replicas,
         recovery=recovery,
-        accounts=Accounts(),
+        accounts=Accounts(8),
         progress=Progress(lambda: 0.0),
         observers=Observers(),
     )

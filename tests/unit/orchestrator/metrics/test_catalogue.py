@@ -144,7 +144,7 @@ def test_the_most_series_of_a_run_follow_from_its_sizes():
 
 
 def test_the_longest_pause_is_that_of_the_slowest_replica_of_the_last_update():
-    accounts = Accounts()
+    accounts = Accounts(8)
     for version, pauses_s in enumerate(([9.0, 1.0], [1.0, 3.0, 2.0]), start=1):
         policy = PolicyVersion(1, version)
         reports = [ApplyReport(policy=policy, digest="d", pause_s=pause_s, interrupted=0) for pause_s in pauses_s]
