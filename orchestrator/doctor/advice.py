@@ -120,6 +120,18 @@ ADVICE: Mapping[Cause, Advice] = {
         _NOT_NUMERICS,
         "Do not choose a checkpoint by training reward.",
     ),
+    Cause.REWARD_OFF_EVALUATION: _advice(
+        "Judge ten trained trajectories by hand (`concord explain`): reference answers of the training file, a judge "
+        "that errs, another sampling or another difficulty all look like this in the rows.",
+        "Score the training prompts as an evaluation, once: what is left of the difference is the judge's.",
+        _NOT_NUMERICS,
+        "Do not read the height of the training reward until the two agree.",
+    ),
+    Cause.FEW_PROMPTS: _advice(
+        "Bring more prompts, or check that the prompt file is read whole: the loop comes round to the same ones.",
+        _NOT_NUMERICS,
+        "Do not take the training reward for progress: few prompts are learned by heart.",
+    ),
     Cause.SOLVED: _advice(
         "Nothing, if the evaluation agrees; for more, bring harder prompts.",
         "Do not add an entropy bonus to a policy that is simply right.",
@@ -130,6 +142,26 @@ ADVICE: Mapping[Cause, Advice] = {
         "Go on from the last checkpoint before the entropy fell.",
         "Do not hide it with an entropy bonus alone.",
         "Do not conclude anything from KL while a finding of layer 4 marks it untrusted.",
+    ),
+    Cause.REWARD_FALLS: _advice(
+        "Hold the trained advantages against the rewards (the step audit of the consistency service, or one saved "
+        "batch by hand): a flipped sign, advantages of other samples and a loss of control look alike in the rows.",
+        "Compare the steps before and after the fall began: learning_rate, clip fractions, entropy, and what was "
+        "deployed then; go on from the last checkpoint before it.",
+        "Do not train on in the hope that it comes back.",
+        "Do not choose easier prompts or larger groups: they were learned from before.",
+    ),
+    Cause.ENTROPY_RISES: _advice(
+        "Look at trainer.algorithm.entropy_coef, the learning rate and weight decay; then at whether advantages belong "
+        "to their samples (the step audit of the consistency service).",
+        "Do not lower the sampling temperature to hide it: the log-probs then belong to another distribution.",
+    ),
+    Cause.NOTHING_LEARNED: _advice(
+        "Check that advantages belong to their samples and have the reward's sign (the step audit of the consistency "
+        "service): shuffled or delayed rewards, a gradient of noise and a pull that outweighs the reward "
+        "(trainer.algorithm.kl_coef, entropy_coef) look alike in the rows.",
+        "Run a few steps on ten easy prompts with a reward that you computed by hand: it must rise.",
+        "Do not raise the learning rate before you know that the gradient points at the reward.",
     ),
     Cause.NON_FINITE: _advice(
         "Run the saved batch of the skipped step again (`concord replay RUN STEP`): does it come from the batch, the "
@@ -154,6 +186,16 @@ ADVICE: Mapping[Cause, Advice] = {
     Cause.GRADIENT_COLLAPSE: _advice(
         "Check correction_zero_fraction, masks and clip fractions: something takes the terms out of the loss.",
         "Do not raise the learning rate to make up for it.",
+    ),
+    Cause.FROZEN_BLOCK: _advice(
+        "Check that the block's parameters take a gradient and reach the optimizer (requires_grad, detached inputs, a "
+        "mask that leaves it out).",
+        "Do not raise the learning rate: the other blocks would pay for it.",
+    ),
+    Cause.POLICY_STILL: _advice(
+        "Look at learning_rate (schedule included), trainer.optimizer.max_grad_norm and epsilon, and a kl_coef that "
+        "holds the policy; then whether the updated weights reach the engines (trainer_version and committed_version).",
+        "Do not change reward or prompts: what they teach does not arrive.",
     ),
     Cause.TOKENIZER: _advice(
         "Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of one "
@@ -237,5 +279,24 @@ ADVICE: Mapping[Cause, Advice] = {
     Cause.STALE_WORK: _advice(
         "Let rollout run less far ahead, or speed it up: fewer concurrent groups, shorter answers, more replicas.",
         "Do not raise max_staleness before you have looked at which replica or prompt is slow.",
+    ),
+    Cause.ANSWERS_CUT: _advice(
+        "Compare sampling.max_new_tokens with the engine's own limits (max_model_len less the prompt, a default of the "
+        "server) and with what one trajectory shows (`concord explain`).",
+        "Do not raise sampling.max_new_tokens: the answers do not reach it.",
+    ),
+    Cause.SLOW_STORE: _advice(
+        "Look at `concord_store_latency_seconds` by call and at the disk below the run directory; put it on a local "
+        "disk.",
+        "Do not raise deadlines.store_s: slow calls hold up every group.",
+    ),
+    Cause.SLOW_REWARD: _advice(
+        "Give the reward more workers (reward_workers.workers), or make it faster: `reward_seconds` is its part of a "
+        "group's time.",
+        "Do not add engine replicas: they do not wait for themselves.",
+    ),
+    Cause.TRAINER_WAITS: _advice(
+        "For more steps an hour, add engine replicas or shorten answers; the trainer has time to spare.",
+        "Do not give the trainer more ranks.",
     ),
 }

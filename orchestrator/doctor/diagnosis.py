@@ -1,10 +1,10 @@
 """From a record to a diagnosis: all rules, in causal order, with what is untrusted and what could not be seen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.rules import difficulty, inputs, numerical, policy, reward, system
+from orchestrator.doctor.rules import bounds, difficulty, engines, inputs, learning, numerical, policy, reward, system
 from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.run_dir.record import Record
 
@@ -14,6 +14,13 @@ _GAP_CAUSES = (
     *(Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG),
     *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV),
 )
+
+
+def _first_of(*rules: Rule) -> Rule:
+    """What the first of them finds that finds anything."""
+    return lambda record: next((found for rule in rules if (found := rule(record)) is not None), None)
+
+
 RULES: Mapping[Cause, Rule] = {
     Cause.EVALUATION_CHANGED: inputs.evaluation_changed,
     Cause.TRAIN_EVAL_OVERLAP: inputs.train_eval_overlap,
@@ -29,18 +36,25 @@ RULES: Mapping[Cause, Rule] = {
     Cause.FLAT_REWARD: difficulty.flat_reward,
     Cause.GROUPS_ALIKE: difficulty.groups_alike,
     Cause.REWARD_DETACHED: reward.reward_detached,
+    Cause.REWARD_OFF_EVALUATION: reward.reward_off_evaluation,
+    Cause.FEW_PROMPTS: difficulty.few_prompts,
     Cause.SOLVED: reward.solved,
     Cause.POLICY_COLLAPSE: policy.policy_collapse,
+    Cause.REWARD_FALLS: learning.reward_falls,
+    Cause.ENTROPY_RISES: learning.entropy_rises,
+    Cause.NOTHING_LEARNED: learning.nothing_learned,
     Cause.NON_FINITE: numerical.non_finite,
     Cause.BLOCK_IMBALANCE: numerical.block_imbalance,
     Cause.GRADIENT_SPIKE: numerical.gradient_spike,
     Cause.ATTENTION_LOGITS: numerical.attention_logits,
     Cause.GRADIENT_COLLAPSE: numerical.gradient_collapse,
+    Cause.FROZEN_BLOCK: numerical.frozen_block,
+    Cause.POLICY_STILL: learning.policy_still,
     **{cause: system.disagreement(cause, cause.value) for cause in _GAP_CAUSES},
     Cause.SAMPLER: system.sampler,
-    Cause.REPEATED_SAMPLES: system.repeated_samples,
+    Cause.REPEATED_SAMPLES: _first_of(system.repeated_samples, engines.repeated_samples),
     Cause.LOW_PROBABILITY_TAIL: system.disagreement(Cause.LOW_PROBABILITY_TAIL, Cause.LOW_PROBABILITY_TAIL.value),
-    Cause.UNKNOWN_GAP: system.disagreement(Cause.UNKNOWN_GAP, "unknown"),
+    Cause.UNKNOWN_GAP: _first_of(system.disagreement(Cause.UNKNOWN_GAP, "unknown"), engines.same_weights_gap),
     Cause.GAP_DRIFT: system.gap_drift,
     Cause.ROUTING_INCOMPLETE: system.routing_incomplete,
     Cause.ENGINE_FAILURES: system.engine_failures,
@@ -49,6 +63,10 @@ RULES: Mapping[Cause, Rule] = {
     Cause.WORKER_LOST: system.worker_lost,
     Cause.SLOW_REPLICA: system.slow_replica,
     Cause.STALE_WORK: system.stale_work,
+    Cause.ANSWERS_CUT: engines.answers_cut,
+    Cause.SLOW_STORE: bounds.slow_store,
+    Cause.SLOW_REWARD: bounds.slow_reward,
+    Cause.TRAINER_WAITS: bounds.trainer_waits,
 }
 """The rule of each cause, in causal order."""
 RATIO_SERIES = (
@@ -62,6 +80,20 @@ RATIO_SERIES = (
     ),
 )
 """What says nothing of the policy while engine and trainer disagree."""
+
+
+CONSEQUENCES = frozenset(
+    (
+        *(Cause.HARD_PROMPTS, Cause.WRONG_DIFFICULTY, Cause.FLAT_REWARD, Cause.GROUPS_ALIKE),
+        *(Cause.POLICY_COLLAPSE, Cause.REWARD_FALLS, Cause.ENTROPY_RISES, Cause.NOTHING_LEARNED),
+    )
+)
+"""What may be the work of something further down that began no later."""
+_EXPLAIN = DISAGREEMENT | {
+    *(Cause.NON_FINITE, Cause.GRADIENT_SPIKE, Cause.BLOCK_IMBALANCE, Cause.FROZEN_BLOCK, Cause.POLICY_STILL),
+    *(Cause.REPEATED_SAMPLES, Cause.ANSWERS_CUT),
+}
+"""What explains them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +119,33 @@ class Diagnosis:
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Apply every rule. A finding of layer 2 that rests on readings which layer 4 marks untrusted stands behind that
-    one."""
+    """Apply every rule, and put what was found into the order in which to look at it (`_before`)."""
     found = [finding for rule in RULES.values() if (finding := rule(record)) is not None]
-    doubtful = any(finding.cause in DISAGREEMENT and finding.severity is not Severity.INFO for finding in found)
-
-    def place(finding: Finding) -> tuple[bool, bool, int]:
-        behind = doubtful and finding.layer == 2
-        return finding.severity is Severity.INFO, behind, RANK[finding.cause]
-
     marked = any(finding.layer == 4 and finding.severity is not Severity.INFO for finding in found)
     return Diagnosis(
         steps=int(record.steps.size),
         last_step=record.last_step,
-        findings=tuple(sorted(found, key=place)),
+        findings=_ordered(found),
         untrusted=RATIO_SERIES if marked else (),
     )
+
+
+def _ordered(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Causal order, in which a finding moves up before those that it goes before by its onset; `info` behind all."""
+    placed: list[Finding] = []
+    for finding in sorted(found, key=lambda one: (one.severity is Severity.INFO, RANK[one.cause])):
+        at = next((place for place, other in enumerate(placed) if _before(finding, other)), len(placed))
+        placed.insert(at, finding)
+    return tuple(placed)
+
+
+def _before(finding: Finding, other: Finding) -> bool:
+    """Whether `finding`, which is further down in causal order, must be looked at before `other` all the same: it is
+    worse and began earlier, so it is no consequence; or `other` is what it leads to, and did not begin before it."""
+    if Severity.INFO in (finding.severity, other.severity):
+        return False
+    if finding.cause in DISAGREEMENT and other.layer == 2:
+        return True
+    if finding.severity.rank > other.severity.rank and finding.since < other.since:
+        return True
+    return other.cause in CONSEQUENCES and finding.cause in _EXPLAIN and finding.since <= other.since

@@ -1,5 +1,6 @@
 """Evaluations as the rules see them: scores of one configuration are a line, those of another are another line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,6 +13,8 @@ KIND = "evaluation"
 LEAST_ERROR = 0.02
 """Standard error that no score is believed below: prompts are few, and a score of 0 or 1 says nothing of its own
 error."""
+AROUND = 3
+"""Scores that are taken together where two times are compared."""
 NEAR_STEPS = 5
 """Training reward at an evaluation: mean over the steps this near to it."""
 
@@ -53,6 +56,28 @@ class Comparison:
     last_score: float
 
 
+def score_change(record: Record, first_step: int, last_step: int) -> Change | None:
+    """From the scores about the first step to those about the last, of the newest line; None where it has none on one
+    side, or the same on both."""
+    every = lines(record)
+    points = every[-1].points if every else ()
+    middle = (first_step + last_step) / 2
+    begin = [p for p in points if p.number("version") <= min(first_step + NEAR_STEPS, middle)]
+    end = [p for p in points if p.number("version") >= max(last_step - 2 * NEAR_STEPS, middle)]
+    if not begin or not end or begin[-1] is end[-1]:
+        return None
+    (before, before_error), (after, after_error) = (
+        _mean(np.array([p.number("score") for p in side]), _errors(side)) for side in (begin[-AROUND:], end[-AROUND:])
+    )
+    return Change(before=before, after=after, error=float(np.hypot(before_error, after_error)))
+
+
+def _errors(points: Sequence[RunEvent]) -> Values:
+    """Standard errors of scores, none below `LEAST_ERROR`."""
+    errors = np.array([point.number("stderr") for point in points])
+    return np.maximum(np.where(np.isfinite(errors), errors, LEAST_ERROR), LEAST_ERROR)
+
+
 def compared(record: Record, least_points: int) -> Comparison | None:
     """Training reward and score over the newest line of evaluations; None with fewer points than `least_points`."""
     every = lines(record)
@@ -62,8 +87,7 @@ def compared(record: Record, least_points: int) -> Comparison | None:
     versions = np.array([point.number("version") for point in points])
     if not versions[-1] > versions[0]:
         return None
-    errors = np.array([point.number("stderr") for point in points])
-    errors = np.maximum(np.where(np.isfinite(errors), errors, LEAST_ERROR), LEAST_ERROR)
+    errors = _errors(points)
     scores = np.array([point.number("score") for point in points])
     quarter = max(1, len(points) // 4)
     begin, end = (_mean(scores[part], errors[part]) for part in (slice(quarter), slice(-quarter, None)))

@@ -41,6 +41,11 @@ def level(values: Values) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
+def rolling(values: Values, window: int) -> Values:
+    """[n - window + 1] means of `window` values in a row; NaN where one of them is."""
+    return np.convolve(values, np.full(window, 1.0 / window), mode="valid").astype(np.float64)
+
+
 def change(values: Values, window: int) -> Change | None:
     """Change from the first `window` finite values to the last `window`; None where they would overlap."""
     finite = values[np.isfinite(values)]

@@ -2,6 +2,7 @@
 
 from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
+from orchestrator.doctor.rules.policy import FIRST, lost
 from orchestrator.doctor.rules.reward import REWARD_ERRORS, SCORE_ERRORS, length_reward, reward_inverted
 from orchestrator.doctor.trends import change, level, since
 from orchestrator.doctor.windows import WINDOW, held, newest
@@ -24,6 +25,8 @@ MOST_PASS = 0.7
 """Mean reward, of rewards between 0 and 1, between which prompts teach most."""
 ALIKE_SHARE = 0.8
 """Share of groups without any difference, above which little is learned from a batch."""
+FEW_PROMPTS = 0.5
+"""Share of different prompts among the newest groups, below which they are few."""
 UNSOLVED_SHARE = 0.2
 """Share of groups without any difference that are not solved: with fewer, the policy is simply right."""
 
@@ -57,7 +60,7 @@ def hard_prompts(record: Record) -> Finding | None:
     """Nearly no group has a right answer."""
     wrong = record.column("all_wrong_groups")
     found = held(record, wrong, wrong >= HARD_SHARE)
-    if found is None or not level(wrong[:WINDOW]) >= HARD_FROM_START:
+    if found is None or not level(wrong[:FIRST]) >= HARD_FROM_START or lost(record):
         return None
     return Finding(
         Cause.HARD_PROMPTS,
@@ -97,10 +100,10 @@ def wrong_difficulty(record: Record) -> Finding | None:
     if found is None or explained or not 0.0 <= found.level <= 1.0:
         return None
     reward = change(rewards, WINDOW)
-    if reward is not None and reward.falls(REWARD_ERRORS):
-        return None  # the policy was lost, not the prompts chosen wrongly
+    if lost(record):
+        return None  # the policy, not the prompts chosen wrongly
     name, limit = ("all_wrong_groups", HARD_FROM_START) if low else ("all_correct_groups", EASY_SHARE)
-    ends = [level(record.column(name)[part]) for part in (slice(WINDOW), slice(-WINDOW, None))]
+    ends = [level(record.column(name)[part]) for part in (slice(FIRST), slice(-WINDOW, None))]
     if max(level(record.column(which)[-WINDOW:]) for which in ("all_wrong_groups", "all_correct_groups")) <= 0:
         return None  # rewards that have no right and wrong have no difficulty either
     stuck = reward is not None and not reward.rises(REWARD_ERRORS) and min(ends) >= limit
@@ -124,7 +127,7 @@ def groups_alike(record: Record) -> Finding | None:
     found, reward = held(record, alike, alike >= ALIKE_SHARE), change(record.column("reward_mean"), WINDOW)
     if found is None or not unsolved >= UNSOLVED_SHARE:
         return None
-    if reward is None or reward.falls(REWARD_ERRORS):
+    if reward is None or lost(record):
         return None  # the policy was lost, or nobody can say yet
     others = [rule(record) for rule in (hard_prompts, flat_reward, wrong_difficulty)]
     if any(one is not None and one.severity is not Severity.INFO for one in others):
@@ -137,4 +140,18 @@ def groups_alike(record: Record) -> Finding | None:
         f"{found.level:.0%} of the trained groups have no difference in reward, {unsolved:.0%} of all without being "
         "solved",
         (newest(record, "zero_variance_groups", *numbers),),
+    )
+
+
+def few_prompts(record: Record) -> Finding | None:
+    """The same prompts come round and round."""
+    distinct = record.column("distinct_prompts")
+    if (found := held(record, distinct, distinct < FEW_PROMPTS)) is None or easy_prompts(record) is not None:
+        return None
+    return Finding(
+        Cause.FEW_PROMPTS,
+        Severity.WARN,
+        found.since,
+        f"only {found.level:.0%} of the newest groups (at most 64) are of different prompts",
+        (newest(record, "distinct_prompts", ("mean", found.level), ("limit", FEW_PROMPTS)),),
     )

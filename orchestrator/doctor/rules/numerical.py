@@ -175,3 +175,24 @@ def gradient_collapse(record: Record) -> Finding | None:
         "differ in reward",
         (newest(record, "grad_norm", ("now", found.level), ("at the start", middle)),),
     )
+
+
+def frozen_block(record: Record) -> Finding | None:
+    """Some blocks have no gradient in rows in which others have one."""
+    norms = record.of_blocks("block_grad_norm")
+    if len(norms) < 2 or len(record) < WINDOW:
+        return None
+    moving = np.nanmax(np.stack(list(norms.values())), axis=0, initial=0.0) > 0
+    frozen = {
+        block: found for block, values in norms.items() if (found := held(record, values, moving & (values == 0)))
+    }
+    if not frozen:
+        return None
+    begun = min(found.since for found in frozen.values())
+    return Finding(
+        Cause.FROZEN_BLOCK,
+        Severity.WARN,
+        begun,
+        f"{', '.join(frozen)} had no gradient at all, while {len(norms) - len(frozen)} of {len(norms)} blocks had one",
+        tuple(newest(record, "block_grad_norm", ("norm", 0.0)) for _ in frozen)[:1],
+    )

@@ -20,6 +20,8 @@ LEAST_LEAP = 0.1
 afterwards."""
 LEAST_BEFORE = 3
 """Rows before a leap."""
+FIRST = 3
+"""Rows that show what version 0 can do: later ones may be of a policy that is lost already."""
 ENTROPY_FALL = 0.6
 """Entropy over what it was, below which it has fallen."""
 ERRORS = 4.0
@@ -34,6 +36,18 @@ def policy_collapse(record: Record) -> Finding | None:
     """KL up and entropy down together, slowly or in a leap, or a leap of KL with which the reward is lost. Slowly and
     with a better reward it is info."""
     return _leap(record) or _slide(record)
+
+
+def lost(record: Record) -> bool:
+    """Whether the policy was better at the start than it is now: what its groups look like now is then no property of
+    the prompts."""
+    collapse, rewards = policy_collapse(record), record.column("reward_mean")
+    if collapse is not None and collapse.severity is Severity.CRITICAL:
+        return True
+    reward = change(rewards, WINDOW)
+    fallen = level(rewards[:FIRST]) - level(rewards[-WINDOW:])
+    spread = level(record.column("reward_std")[:FIRST])
+    return (reward is not None and reward.falls(ERRORS)) or fallen >= REWARD_LOSS * spread > 0
 
 
 def _slide(record: Record) -> Finding | None:
@@ -80,8 +94,12 @@ def _harm(record: Record, name: str, row: int) -> Finding | None:
 
 
 def _leaps(record: Record, values: Values) -> Iterator[int]:
-    """Rows at which KL leaves its own history behind, oldest first."""
+    """Rows at which KL leaves its own history behind, oldest first. Among the first rows it has none yet: there every
+    large KL is one."""
     for row in np.flatnonzero(values >= LEAST_LEAP).tolist():
+        if 0 < row < WINDOW:
+            yield row
+            continue
         history = values[_sides(record, row)[0]]
         history = history[np.isfinite(history)]
         if history.size >= LEAST_BEFORE and values[row] >= LEAP * float(np.median(history)):

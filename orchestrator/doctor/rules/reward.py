@@ -3,12 +3,12 @@ function of a record; windows are in rows, thresholds are named above the rules 
 
 import numpy as np
 
-from orchestrator.doctor.evaluations import Comparison, compared
+from orchestrator.doctor.evaluations import LEAST_ERROR, NEAR_STEPS, Comparison, Line, compared, lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.doctor.trends import change, level, share
 from orchestrator.doctor.windows import PERSISTENCE, WINDOW, moved
 from orchestrator.metrics.causes import Cause
-from orchestrator.run_dir.record import Record
+from orchestrator.run_dir.record import Record, Values
 
 LEAST_EVALUATIONS = 4
 """Evaluations of one configuration before their trend is read."""
@@ -34,6 +34,8 @@ FEW_PROMPTS = 0.5
 """Share of different prompts among the newest groups, below which a rising reward may be memory."""
 ENTROPY_FALL = 0.6
 """Entropy over what it was, below which it has fallen."""
+OFF = 0.15
+"""By which training reward and evaluation must lie apart, in both halves of the run."""
 SOLVED_SHARE = 0.3
 """Rise of the share of solved groups that explains a fall of entropy."""
 
@@ -141,6 +143,43 @@ def length_growth(record: Record) -> Finding | None:
         "whether for the better",
         (moved(record, "length_mean", length, ("limit of the ratio", LENGTH_GROWTH)),),
     )
+
+
+def reward_off_evaluation(record: Record) -> Finding | None:
+    """Training gives less than the evaluation for the same versions, from the start. `info` where the evaluation may be
+    another task: greedy, or on prompts of another file."""
+    every = lines(record)
+    if not every:
+        return None
+    newest = every[-1].points[-1]
+    sizes, errors = _above_reward(record, every[-1])
+    if sizes.size < LEAST_EVALUATIONS or min(level(half) for half in np.array_split(sizes, 2)) < OFF:
+        return None
+    if not sizes.mean() > REWARD_ERRORS * float(np.sqrt(np.square(errors).sum())) / sizes.size:
+        return None
+    sampled = '"temperature":1.0,"top_k":0,' in newest.text("part_sampling").replace(" ", "")
+    held_out = newest.text("part_environment") not in ("", "jsonl")
+    first, last = every[-1].steps
+    return Finding(
+        Cause.REWARD_OFF_EVALUATION,
+        Severity.WARN if sampled and held_out else Severity.INFO,
+        max(first, int(record.steps[0])),
+        f"the training reward lies {sizes.mean():.2f} below the evaluation of the same versions, from the start",
+        (Evidence("eval_score", first, last, (("mean difference", float(sizes.mean())), ("limit", OFF))),),
+    )
+
+
+def _above_reward(record: Record, line: Line) -> tuple[Values, Values]:
+    """By how much scores lie above the training reward of the steps about them, with standard errors."""
+    rewards, found = record.column("reward_mean"), list[tuple[float, float]]()
+    for point in line.points:
+        near = rewards[np.abs(record.steps - point.number("version")) <= NEAR_STEPS]
+        near = near[np.isfinite(near)]
+        if near.size >= NEAR_STEPS:
+            error = max(LEAST_ERROR, point.number("stderr"))
+            found.append((point.number("score") - level(near), float(np.hypot(error, near.std() / near.size**0.5))))
+    values = np.array(found, dtype=np.float64).reshape(-1, 2)
+    return values[:, 0], values[:, 1]
 
 
 def solved(record: Record) -> Finding | None:

@@ -132,6 +132,74 @@ def gap_by(cause: str) -> Callable[[MadeUpRun], None]:
     )
 
 
+def noisily(value: Callable[[float], float], error: float, seed: int = 0) -> Callable[[float], float]:
+    """With the noise of a batch."""
+    random = np.random.default_rng(seed)
+    return lambda t: value(t) + random.normal(0, error)
+
+
+def steady(run: MadeUpRun, reward: Callable[[float], float] = lambda t: 0.5) -> None:
+    """Groups differ, entropy stays, and the reward does what is said; the evaluation does the same."""
+    run.set("reward_mean", noisily(reward, 0.03))
+    run.set("reward_std", lambda t: 0.5)
+    run.set("policy_entropy", noisily(lambda t: 0.6, 0.02))
+    for name, value in (("all_correct_groups", 0.05), ("all_wrong_groups", 0.05), ("zero_variance_groups", 0.1)):
+        run.set(name, lambda t, value=value: value)
+    rescore(run, reward)
+
+
+def reward_is_lost(run: MadeUpRun) -> None:
+    """.53 -> .009, and the evaluation with it; KL never leaps."""
+    steady(run, lambda t: 0.53 - 0.521 * min(1.0, 1.5 * t))
+
+
+def entropy_grows(run: MadeUpRun) -> None:
+    steady(run)
+    run.set("policy_entropy", noisily(lambda t: 0.6 + 0.9 * t, 0.02))
+
+
+def nothing_is_learned(run: MadeUpRun) -> None:
+    steady(run)
+    run.set("approx_kl", lambda t: 0.005)
+    run.set("abs_logprob_difference_mean", lambda t: 0.03)
+    run.set("token_staleness_mean", lambda t: 1.0)
+
+
+def policy_stands_still(run: MadeUpRun) -> None:
+    nothing_is_learned(run)
+    run.set("approx_kl", lambda t: 0.0)
+    run.set("abs_logprob_difference_mean", lambda t: 1e-7)
+
+
+def judged_otherwise(run: MadeUpRun) -> None:
+    """A third of the reference answers are wrong."""
+    steady(run, lambda t: 0.3 + 0.2 * t)
+    rescore(run, lambda t: 0.45 + 0.3 * t)
+    sampled = {"part_environment": "arithmetic", "part_sampling": '{"temperature":1.0,"top_k":0,"top_p":1.0}'}
+    run.events = [type(e)(kind=e.kind, step=e.step, fields={**e.fields, **sampled}) for e in run.events]
+
+
+def block_is_frozen(run: MadeUpRun) -> None:
+    for block, norm in (("embeddings", 0.0), ("layers.0", 0.3), ("layers.1", 0.2)):
+        run.blocks["block_grad_norm", block] = {int(row["step"]): norm for row in run.rows}
+
+
+def time_goes(**columns: float) -> Callable[[MadeUpRun], None]:
+    """Where the seconds of each step of one second go."""
+
+    def change(run: MadeUpRun) -> None:
+        for name, value in {"step_seconds": 1.0, "generation_seconds": 1.0, **columns}.items():
+            run.set(name, lambda t, value=value: value)
+
+    return change
+
+
+def store_is_slow(run: MadeUpRun) -> None:
+    time_goes(step_wait_seconds=0.3, step_publish_seconds=0.5)(run)
+    for row in run.rows:
+        row["store_seconds"] = 3.0 * row["step"]
+
+
 SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.EVALUATION_CHANGED: evaluation_changes,
     Cause.TRAIN_EVAL_OVERLAP: prompts_checked(overlapping=8, exact=8, example="12+34="),
@@ -146,7 +214,12 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.FLAT_REWARD: reward_is_flat,
     Cause.GROUPS_ALIKE: groups_of(wrong=0.475, right=0.475, reward=0.5),
     Cause.REWARD_DETACHED: reward_is_detached,
+    Cause.REWARD_OFF_EVALUATION: judged_otherwise,
+    Cause.FEW_PROMPTS: lambda run: run.set("distinct_prompts", lambda t: 0.1),
     Cause.POLICY_COLLAPSE: policy_collapses,
+    Cause.REWARD_FALLS: reward_is_lost,
+    Cause.ENTROPY_RISES: entropy_grows,
+    Cause.NOTHING_LEARNED: nothing_is_learned,
     Cause.NON_FINITE: lambda run: run.set("loss", lambda t: math.inf, since=len(run.rows) - 2),
     Cause.GRADIENT_SPIKE: gradient_spikes,
     Cause.ATTENTION_LOGITS: lambda run: run.set("max_attention_logit", lambda t: 140.0, since=len(run.rows) - 3),
@@ -155,6 +228,8 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
         run.set("grad_norm", lambda t: 1e-5, since=60),
         run.set("zero_variance_groups", lambda t: 0.2),
     )[0],
+    Cause.FROZEN_BLOCK: block_is_frozen,
+    Cause.POLICY_STILL: policy_stands_still,
     **{
         Cause(name): gap_by(name)
         for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")
@@ -171,4 +246,7 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.WORKER_LOST: lambda run: run.event("worker_lost", 50, worker=0, detail="killed"),
     Cause.SLOW_REPLICA: lambda run: run.set("replica_slowness", lambda t: 3.0, since=90),
     Cause.STALE_WORK: lambda run: run.end("rejected:stale", 8.0),
+    Cause.ANSWERS_CUT: lambda run: run.set("length_cut_fraction", lambda t: 0.4, since=60),
+    Cause.SLOW_STORE: store_is_slow,
+    Cause.SLOW_REWARD: time_goes(step_wait_seconds=0.8, step_train_seconds=0.1, reward_seconds=5.0),
 }
