@@ -9,6 +9,10 @@ from typing import TypeVar
 from rollout.errors import ConcordError, DeadlineError
 
 T = TypeVar("T")
+QUIET_SHARE = 0.25
+"""Share of the limit after which a silence is spoken of."""
+QUIET_STEPS = 3.0
+"""A silence that is shorter than so many of the longest step so far is none."""
 STACKS_S = 40.0
 """For the stacks of all actors, those on other machines included."""
 
@@ -43,11 +47,25 @@ class Progress:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last = clock()
+        self._longest_s = 0.0
+        self._beats = 0
         self._waits: dict[str, str] = {}
 
     def beat(self) -> None:
         """A step finished."""
+        self._longest_s = max(self._longest_s, self.silence_s())
         self._last = self._clock()
+        self._beats += 1
+
+    @property
+    def beats(self) -> int:
+        """Steps that finished."""
+        return self._beats
+
+    @property
+    def longest_s(self) -> float:
+        """The longest silence that a step ended."""
+        return self._longest_s
 
     def waits(self, who: str, what: str) -> None:
         """`who` waits for `what` from now on; an empty `what` is work."""
@@ -77,15 +95,28 @@ class Progress:
         )
 
 
-async def watch_for_stall(progress: Progress, limit_s: float, dump: Callable[[], Awaitable[str]]) -> None:
-    """Ends only by raising: when no step finished for `limit_s`.
+Quiet = Callable[[float, str], Awaitable[None]]
+"""Is told how many seconds no step has finished, and what everybody waits for."""
+
+
+async def watch_for_stall(
+    progress: Progress, limit_s: float, dump: Callable[[], Awaitable[str]], quiet: Quiet | None = None
+) -> None:
+    """Ends only by raising: when no step finished for `limit_s`. Before, once in each silence, `quiet` is told: after
+    `QUIET_SHARE` of the limit, where no step took nearly as long.
 
     Raises:
         StalledError: what each part of the loop waits for, and all stacks.
     """
+    told_of = -1
     # It waits for nothing to happen, which no event can announce.
-    while (left_s := limit_s - progress.silence_s()) > 0:  # noqa: ASYNC110
-        await asyncio.sleep(max(0.05, left_s))
+    while (left_s := limit_s - (silence_s := progress.silence_s())) > 0:
+        until_quiet_s = max(QUIET_SHARE * limit_s, QUIET_STEPS * progress.longest_s) - silence_s
+        if quiet is not None and until_quiet_s <= 0 and progress.beats != told_of:
+            told_of = progress.beats
+            await quiet(silence_s, progress.describe())
+            continue
+        await asyncio.sleep(max(0.05, min(left_s, until_quiet_s) if until_quiet_s > 0 else left_s))
     waiting = progress.describe()
     try:
         async with asyncio.timeout(STACKS_S):

@@ -16,7 +16,7 @@ INTERVAL_S = 5.0
 
 def examine(path: Path, *, json_lines: bool, watch: bool, wait: Callable[[float], None] = time.sleep) -> None:
     """Print the diagnosis of a run; with `watch` again whenever it rests on more steps, finds other things, or the run
-    has ended in order, which ends it.
+    has ended, one way or the other, which ends it.
 
     Raises:
         UserError: it is no run, or one that this version cannot read.
@@ -24,8 +24,8 @@ def examine(path: Path, *, json_lines: bool, watch: bool, wait: Callable[[float]
     reader, console = RunReader(path), Console()
     before: tuple[str, bool] | None = None
     while True:
-        ended = (path / "summary.json").exists()
         record, partial = reader.read()
+        ended = record.history.end is not None
         diagnosis = diagnose(record)
         document, seen = as_json(str(path), diagnosis, partial), (as_json(str(path), diagnosis, ()), ended)
         if seen != before:

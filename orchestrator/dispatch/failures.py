@@ -95,11 +95,13 @@ class FailureWatch(Observer):
         record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]],
         progress: Progress,
         version: int,
+        before: History,
     ) -> None:
-        """`say` speaks to whoever started the run; `version` is the committed one when the loop begins."""
+        """`say` speaks to whoever started the run; `version` is the committed one when the loop begins, and `before`
+        what had become of dispatches by then."""
         self._limits, self._say, self._record_event, self._progress = limits, say, record_event, progress
         self._version = version
-        self._counted, self._window = HistoryBuilder(), FailureWindow(limits.window_s)
+        self._counted, self._window = HistoryBuilder(before), FailureWindow(limits.window_s)
         self._bell, self._returned = asyncio.Event(), asyncio.Event()
         self._pauses = 0
         self._pause_s = 0.0
@@ -109,8 +111,8 @@ class FailureWatch(Observer):
 
     @property
     def history(self) -> History:
-        """Everything that happened to dispatches since the loop began."""
-        return self._counted.history()
+        """Everything that happened to dispatches; kinds of failures, since the loop began."""
+        return replace(self._counted.history(), version=self._version)
 
     def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
         """What fails from now on fails at this version."""

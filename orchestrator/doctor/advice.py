@@ -299,4 +299,23 @@ ADVICE: Mapping[Cause, Advice] = {
         "For more steps an hour, add engine replicas or shorten answers; the trainer has time to spare.",
         "Do not give the trainer more ranks.",
     ),
+    Cause.EPISODE_DEADLINE: _advice(
+        "Look at how long groups take (engine load, answer lengths, a reward or an environment that hangs), and raise "
+        "episodes.deadline_s where the work is simply slow.",
+        "Do not read what is left over as a sample of the prompts: the slow ones are missing.",
+    ),
+    Cause.NO_STEP: _advice(
+        "Read what each part of the run waits for, and look at that part: its stacks are in stacks/ (`kill -USR1 PID` "
+        "asks for new ones).",
+        "Do not raise deadlines.stall_s before you know what it waits for.",
+    ),
+    Cause.RUN_FAILED: _advice(
+        "Mend what the reason names, and go on from the last checkpoint with `concord resume RUN`.",
+        "Do not resume again and again without a change: it ends at the same place.",
+    ),
+    Cause.DRIVER_LOST: _advice(
+        "Look for who ended it (the kernel's log for memory, the scheduler, a terminal that closed), and go on with "
+        "`concord resume RUN`.",
+        "Do not look for the reason in the training: the driver had no time to say one.",
+    ),
 }

@@ -4,7 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.doctor.findings import Finding, Severity
-from orchestrator.doctor.rules import bounds, difficulty, engines, inputs, learning, numerical, policy, reward, system
+from orchestrator.doctor.rules import (
+    bounds,
+    difficulty,
+    engines,
+    inputs,
+    learning,
+    numerical,
+    policy,
+    reward,
+    runs,
+    system,
+)
 from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
 from orchestrator.run_dir.record import Record
 
@@ -67,6 +78,10 @@ RULES: Mapping[Cause, Rule] = {
     Cause.SLOW_STORE: bounds.slow_store,
     Cause.SLOW_REWARD: bounds.slow_reward,
     Cause.TRAINER_WAITS: bounds.trainer_waits,
+    Cause.EPISODE_DEADLINE: system.episode_deadline,
+    Cause.NO_STEP: runs.no_step,
+    Cause.RUN_FAILED: runs.run_failed,
+    Cause.DRIVER_LOST: runs.driver_lost,
 }
 """The rule of each cause, in causal order."""
 RATIO_SERIES = (
@@ -81,7 +96,8 @@ RATIO_SERIES = (
 )
 """What says nothing of the policy while engine and trainer disagree."""
 
-
+OF_THE_RUN = frozenset((Cause.NO_STEP, Cause.RUN_FAILED, Cause.DRIVER_LOST))
+"""What says how the run stands, and nothing of its numbers."""
 CONSEQUENCES = frozenset(
     (
         *(Cause.HARD_PROMPTS, Cause.WRONG_DIFFICULTY, Cause.FLAT_REWARD, Cause.GROUPS_ALIKE),
@@ -121,7 +137,7 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Apply every rule, and put what was found into the order in which to look at it (`_before`)."""
     found = [finding for rule in RULES.values() if (finding := rule(record)) is not None]
-    marked = any(finding.layer == 4 and finding.severity is not Severity.INFO for finding in found)
+    marked = any(f.layer == 4 and f.severity is not Severity.INFO and f.cause not in OF_THE_RUN for f in found)
     return Diagnosis(
         steps=int(record.steps.size),
         last_step=record.last_step,

@@ -18,6 +18,7 @@ from orchestrator.metrics.blocks import BlockValue
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.system import NO_CAUSE, PRIMARY_CAUSES
 from orchestrator.observers import EventFields, Observer
+from orchestrator.run_dir.history import History
 from orchestrator.run_dir.record import RunEvent, record_of_rows
 from rollout.errors import ConcordError, boundary
 from rollout.types.dispatch import Counts
@@ -45,10 +46,12 @@ OF_INTEREST = frozenset(
             "samples_repeat",
             "routing_incomplete",
         ),
-        *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost"),
+        *("replica_failed", "replica_start_failed", "worker_lost", "auditor_lost", "no_step", "groups_failing"),
     )
 )
-"""Kinds of events that rules read."""
+"""Kinds of events that rules read, or that call for a look."""
+AT_ONCE = frozenset(("no_step", "groups_failing"))
+"""Kinds after which it looks without waiting for steps: none may come."""
 Row = tuple[Mapping[str, float], Mapping[str, float]]
 """A row, and the dispatches ended until then."""
 
@@ -57,9 +60,12 @@ class LiveDoctor(Observer):
     """The doctor of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
 
     def __init__(
-        self, record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]]
+        self,
+        record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]],
+        history: Callable[[], History] = History,
     ) -> None:
-        self._record_event = record_event
+        """`history` answers with what became of dispatches until now."""
+        self._record_event, self._history = record_event, history
         self._first: list[Row] = []
         self._marked: list[Row] = []
         self._newest: deque[Row] = deque()
@@ -95,6 +101,8 @@ class LiveDoctor(Observer):
             self._num_events += 1
             of_kind = self._events.setdefault(kind, deque(maxlen=MAX_EVENTS))
             of_kind.append((self._num_events, RunEvent(kind=kind, step=step, fields=dict(fields))))
+        if kind in AT_ONCE:
+            self._bell.set()
 
     def step(self, row: Mapping[str, float], counts: Counts, blocks: list[BlockValue]) -> None:
         """A step ended."""
@@ -136,14 +144,18 @@ class LiveDoctor(Observer):
         """Diagnose now, and tell a primary finding that is another than before. Trouble here is reported once, and
         never ends the training."""
         self._bell.clear()
-        if not self._newest or self._broken:
+        if self._broken:
             return
         try:
             with boundary(ConcordError, "diagnosing"):
                 events = [event for _, event in merge(*self._events.values(), key=itemgetter(0))]
                 rows = (*self._first, *self._marked, *self._newest)
                 record = record_of_rows(
-                    [row for row, _ in rows], tallies=[tally for _, tally in rows], events=events, blocks=self._blocks
+                    [row for row, _ in rows],
+                    tallies=[tally for _, tally in rows],
+                    events=events,
+                    blocks=self._blocks,
+                    history=self._history(),
                 )
                 self.diagnosis = diagnose(record)
                 self._marks = {finding.since for finding in self.diagnosis.findings} | {

@@ -60,7 +60,7 @@ class Loop:
                 work = {**self._work(), **(companions or {})}
                 tasks = [group.create_task(_owned(task, name), name=name) for name, task in work.items()]
                 dump = self._fleet.dump_stacks
-                watch = watch_for_stall(self._progress, self._config.deadlines.stall_s, dump)
+                watch = watch_for_stall(self._progress, self._config.deadlines.stall_s, dump, self._parts.no_step)
                 stall_watch = group.create_task(_owned(watch, "stall watch"), name="stall watch")
                 try:
                     await self._train(stall_watch)

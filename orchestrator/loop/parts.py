@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.ports import Fleet
 from orchestrator.config import RunConfig
-from orchestrator.deadlines import Progress
+from orchestrator.deadlines import Progress, Quiet
 from orchestrator.dispatch.accounts import Accounts
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.book import Book
@@ -27,6 +27,7 @@ from orchestrator.loop.supervision import Supervision
 from orchestrator.loop.training import Training
 from orchestrator.observers import Observers
 from orchestrator.replicas.replicas import Replicas
+from orchestrator.run_dir.history import history_of
 from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.search_records import SearchRecords
 from orchestrator.weight_sync.committed import CommittedWeights
@@ -72,6 +73,8 @@ class LoopParts:
     doctor: LiveDoctor
     consistency: Consistency | None
     evaluation: Evaluation | None
+    no_step: Quiet
+    """Says and records that there was no step for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +138,20 @@ def build_parts(site: Site, opening: Opening) -> LoopParts:
             consistency=consistency,
         ),
         searches=searches,
-        doctor=LiveDoctor(core.store.record_event),
+        doctor=LiveDoctor(core.store.record_event, lambda: failures.history),
         consistency=consistency,
         evaluation=evaluation,
+        no_step=partial(_no_step, site.say, core.store),
     )
     for observer in (parts.accounts, failures, parts.supervision, parts.doctor, evaluation, parts.book):
         if observer is not None:
             core.observers.add(observer)
     return parts
+
+
+async def _no_step(say: Callable[[str], None], store: MeasuredStore, silence_s: float, waits: str) -> None:
+    say(f"no step for {silence_s:.0f} s: {waits}")
+    await store.record_event("no_step", {"silence_s": silence_s, "waits": waits})
 
 
 def _core(site: Site, opening: Opening) -> _Core:
@@ -207,6 +216,7 @@ def _failures(site: Site, core: _Core) -> FailureWatch:
         record_event=core.store.record_event,
         progress=site.progress,
         version=core.weights.policy.version,
+        before=history_of(core.book.counts),
     )
 
 

@@ -115,6 +115,14 @@ class Cause(StrEnum):
     """The trainer waits for groups, and judging takes most of a group's time."""
     TRAINER_WAITS = "trainer_waits"
     """The trainer waits for groups for most of the time: generation bounds the run."""
+    EPISODE_DEADLINE = "episode_deadline"
+    """Episodes take longer than they may."""
+    NO_STEP = "no_step"
+    """No step is made: none yet (`info`), none for long (`warn`), or the run has ended for it (`critical`)."""
+    RUN_FAILED = "run_failed"
+    """An error ended the run."""
+    DRIVER_LOST = "driver_lost"
+    """The driver is gone and did not say why: it was killed, or its machine is gone."""
 
 
 FIRST_OF_LAYER: tuple[tuple[Cause, int], ...] = (

@@ -126,7 +126,8 @@ class EventLog:
     def history(self) -> History:
         """What became of all dispatches; how the run ended is not for this file to say."""
         since_s = self._at_s - self._step_at_s if self._step_at_s else 0.0
-        return replace(self._history.history(), starts=tuple(self.resumed.values()), since_step_s=since_s)
+        counted, starts = self._history.history(), tuple(self.resumed.values())
+        return replace(counted, version=self.version, starts=starts, since_step_s=since_s)
 
     def newest(self) -> str:
         """When the newest event happened, in words; nothing before the first."""

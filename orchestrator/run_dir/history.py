@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rollout.errors import place_in
+from rollout.types.dispatch import Counts
 
 MOST_KINDS = 50
 """Kinds of failure that are told apart; what comes after them is counted by its reason alone."""
@@ -76,6 +77,8 @@ class History:
     """Dispatches whose episode ended with a group."""
     failed: Mapping[str, int] = field(default_factory=dict[str, int])
     """Dispatches that ended without a group, by `FailReason`."""
+    version: int = 0
+    """The trainer's, as far as events tell."""
     in_a_row: int = 0
     """Failures since the newest group came back."""
     kinds: tuple[FailureKind, ...] = ()
@@ -98,12 +101,21 @@ class History:
         return max(found, key=lambda kind: kind.count, default=None)
 
 
+def history_of(counts: Counts) -> History:
+    """What the store's counts say."""
+    failed = dict(counts.failed)
+    over = counts.total - counts.dispatched
+    return History(dispatched=counts.total, came_back=over - sum(failed.values()), failed=failed)
+
+
 class HistoryBuilder:
     """Counts. Memory is bounded by the number of kinds."""
 
-    def __init__(self) -> None:
-        self._dispatched = self._came_back = self._in_a_row = 0
-        self._failed: Counter[str] = Counter()
+    def __init__(self, before: History | None = None) -> None:
+        """`before` was counted by another; of the kinds of its failures nothing is known."""
+        before = before or History()
+        self._dispatched, self._came_back, self._in_a_row = before.dispatched, before.came_back, 0
+        self._failed: Counter[str] = Counter(before.failed)
         self._kinds: dict[tuple[str, str], FailureKind] = {}
 
     def begun(self, count: int = 1) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from orchestrator.doctor.evaluations import lines
-from orchestrator.doctor.findings import Evidence, Finding, Severity
-from orchestrator.doctor.windows import gained, newest
+from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
+from orchestrator.doctor.trends import level
 from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.history import FailureKind, How
 from orchestrator.run_dir.record import Record, RunEvent
 
 PAST_STEPS = 200
@@ -18,6 +19,8 @@ FAILURE_WINDOW = 20
 FAILURE_SHARE = 0.05
 """Share of the dispatches of the last FAILURE_WINDOW steps that failed for one reason."""
 LEAST_FAILURES = 3
+HOPELESS_SHARE = 0.9
+"""The same, above which nothing can be trained."""
 
 
 def evaluation_changed(record: Record) -> Finding | None:
@@ -87,33 +90,63 @@ def duplicate_prompts(record: Record) -> Finding | None:
 def failures(
     cause: Cause, reasons: tuple[str, ...], severity: Severity, least_share: float = FAILURE_SHARE
 ) -> Callable[[Record], Finding | None]:
-    """A rule: many of the newest dispatches failed for one of `reasons`."""
+    """A rule: many of the newest dispatches failed for one of `reasons`, those that ended after the newest step
+    included. Where nearly all fail the finding is critical: nothing can be trained."""
 
     def rule(record: Record) -> Finding | None:
         window = min(FAILURE_WINDOW, record.steps.size - 1)
-        if window < 1:
-            return None
-        begun = gained(record.column("dispatched"), window)
-        counts = {reason: record.tally(f"failed:{reason}") for reason in reasons}
-        lost = {reason: gained(tally, window) for reason, tally in counts.items()}
+        lost, over = {reason: _lost(record, reason, window) for reason in reasons}, _over(record, window)
         total = sum(lost.values())
-        if total < LEAST_FAILURES or not total >= least_share * begun:
+        if total < LEAST_FAILURES or not total >= least_share * over:
             return None
-        worst = max(lost, key=lambda reason: lost[reason])
-        rising = np.diff(sum(counts.values(), np.zeros(record.steps.size)), prepend=0.0) > 0
+        first, last = _first_failure(record, reasons), max(record.last_step, record.history.version)
+        begun = int(record.steps[-1 - window]) if window > 0 else 0
+        most = record.history.most_frequent(reasons, since=begun)
+        when = f"since step {begun}" if window > 0 else "so far"
+        example = "" if most is None else f"; most often ({counted(most.count, 'time')}) {most}"
+        ended = record.history.end is not None and record.history.end.how is How.FAILURES
+        hopeless = ended or total >= HOPELESS_SHARE * over
         return Finding(
             cause,
-            severity,
-            int(record.steps[int(np.argmax(rising))]),
-            f"{total:.0f} of {begun:.0f} dispatches of the last {window} steps failed ({worst})",
+            Severity.CRITICAL if hopeless else severity,
+            first,
+            f"{total:.0f} of {over:.0f} dispatches that ended {when} failed ({max(lost, key=lambda r: lost[r])})"
+            f"{', and that ended the run' if ended else ''}{example}",
             tuple(
-                newest(record, f"failed:{reason}", ("failed", number), ("dispatched", begun), rows=window + 1)
+                Evidence(f"failed:{reason}", begun, last, (("failed", number), ("ended", over)), _place(most, reason))
                 for reason, number in lost.items()
                 if number
             ),
         )
 
     return rule
+
+
+def _lost(record: Record, reason: str, window: int) -> float:
+    """Dispatches that failed for `reason` in the last `window` steps and after them."""
+    tally, history = record.tally(f"failed:{reason}"), record.history
+    newest = float(history.failed.get(reason, 0)) if history.dispatched else level(tally[-1:])
+    return (newest if newest == newest else 0.0) - (float(tally[-1 - window]) if window > 0 else 0.0)
+
+
+def _over(record: Record, window: int) -> float:
+    """Dispatches whose episodes ended in the last `window` steps and after them, with a group or without."""
+    over = record.column("dispatched") - np.nan_to_num(record.column("running"))
+    newest = float(record.history.over) if record.history.dispatched else level(over[-1:])
+    return newest - (float(over[-1 - window]) if window > 0 else 0.0)
+
+
+def _first_failure(record: Record, reasons: tuple[str, ...]) -> int:
+    """The step in which they began."""
+    tallies = sum((record.tally(f"failed:{reason}") for reason in reasons), np.zeros(record.steps.size))
+    rising = np.flatnonzero(np.diff(tallies, prepend=0.0) > 0)
+    if rising.size:
+        return int(record.steps[rising[0]])
+    return min((k.first_step for k in record.history.kinds if k.reason in reasons), default=record.last_step)
+
+
+def _place(most: FailureKind | None, reason: str) -> str:
+    return most.place or most.detail if most is not None and most.reason == reason else ""
 
 
 environment_failures = failures(Cause.ENVIRONMENT_FAILURES, ("environment", "prompt_too_long"), Severity.WARN)

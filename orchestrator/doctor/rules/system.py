@@ -80,9 +80,16 @@ sampler = of_events(Cause.SAMPLER, ("sampler_differs",), Severity.CRITICAL)
 repeated_samples = of_events(Cause.REPEATED_SAMPLES, ("samples_repeat",), Severity.CRITICAL)
 routing_incomplete = of_events(Cause.ROUTING_INCOMPLETE, ("routing_incomplete",), Severity.WARN)
 replica_failures = of_events(Cause.REPLICA_FAILURES, ("replica_failed", "replica_start_failed"), Severity.WARN)
-worker_lost = of_events(Cause.WORKER_LOST, ("worker_lost", "auditor_lost"), Severity.WARN)
+_workers_died = of_events(Cause.WORKER_LOST, ("worker_lost", "auditor_lost"), Severity.WARN)
+_workers_failed = failures(Cause.WORKER_LOST, ("worker",), Severity.WARN, least_share=0.02)
 engine_failures = failures(Cause.ENGINE_FAILURES, ("engine",), Severity.WARN, least_share=0.02)
 reward_worker = failures(Cause.REWARD_WORKER, ("reward_worker_died",), Severity.WARN, least_share=0.01)
+episode_deadline = failures(Cause.EPISODE_DEADLINE, ("deadline",), Severity.WARN)
+
+
+def worker_lost(record: Record) -> Finding | None:
+    """Workers died, or their own work on dispatches failed."""
+    return _workers_died(record) or _workers_failed(record)
 
 
 def slow_replica(record: Record) -> Finding | None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from orchestrator.metrics.catalogue import COLUMNS
+from orchestrator.run_dir.history import History, How, RunEnd
 from orchestrator.run_dir.record import Record, RunEvent, record_of_rows
 
 ETERNAL = "f" * 64
@@ -20,6 +22,7 @@ class MadeUpRun:
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     tallies: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     blocks: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict[tuple[str, str], dict[int, float]])
+    history: History | None = None
 
     def set(self, name: str, value: Callable[[float], float], since: int = 0) -> None:
         """Change a column from a row on: `value` of the share of the run that is over."""
@@ -31,13 +34,19 @@ class MadeUpRun:
         """When `at` was the trainer's version."""
         self.events.append(RunEvent(kind=kind, step=at, fields=fields))
 
+    def ended(self, how: How, reason: str = "", **fields: Any) -> None:
+        """It has ended so."""
+        self.history = History(end=RunEnd(how=how, reason=reason), **fields)
+
     def end(self, kind: str, per_step: float, since: int = 0) -> None:
         """So many dispatches a step end as `failed:REASON` or `rejected:REASON`."""
         for index, tally in enumerate(self.tallies):
             tally[kind] = per_step * max(0, index - since + 1)
 
     def record(self) -> Record:
-        return record_of_rows(self.rows, tallies=self.tallies, events=self.events, blocks=self.blocks)
+        return record_of_rows(
+            self.rows, tallies=self.tallies, events=self.events, blocks=self.blocks, history=self.history
+        )
 
 
 def healthy(seed: int, steps: int = 120) -> MadeUpRun:

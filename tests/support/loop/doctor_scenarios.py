@@ -7,6 +7,7 @@ import numpy as np
 from support.loop.doctor_runs import MadeUpRun, rescore
 
 from orchestrator.metrics.causes import Cause
+from orchestrator.run_dir.history import How
 
 
 def length_pays(run: MadeUpRun) -> None:
@@ -249,4 +250,10 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
     Cause.ANSWERS_CUT: lambda run: run.set("length_cut_fraction", lambda t: 0.4, since=60),
     Cause.SLOW_STORE: store_is_slow,
     Cause.SLOW_REWARD: time_goes(step_wait_seconds=0.8, step_train_seconds=0.1, reward_seconds=5.0),
+    Cause.EPISODE_DEADLINE: lambda run: run.end("failed:deadline", 4.0),
+    Cause.NO_STEP: lambda run: run.event(
+        "no_step", len(run.rows), silence_s=150.0, waits="training waits for 16 groups"
+    ),
+    Cause.RUN_FAILED: lambda run: run.ended(How.ERROR, "the trainer is gone"),
+    Cause.DRIVER_LOST: lambda run: run.ended(How.LOST, "process 7 does not run any more"),
 }

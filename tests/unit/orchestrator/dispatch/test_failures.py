@@ -18,7 +18,7 @@ from orchestrator.dispatch.failures import (
     FailureWindow,
     TooManyFailuresError,
 )
-from orchestrator.run_dir.history import MOST_KINDS, HistoryBuilder
+from orchestrator.run_dir.history import MOST_KINDS, History, HistoryBuilder
 from rollout.types.dispatch import Ending, FailReason
 
 PLACE = "/home/u/graded.py:4 in reward"
@@ -42,6 +42,7 @@ class Watched:
             record_event=self.record,
             progress=Progress(lambda: self.now_s),
             version=0,
+            before=History(),
         )
 
     async def record(self, kind: str, fields: dict[str, Any]) -> None:

@@ -11,6 +11,9 @@ from support.loop.loop_case import Case, assert_accounted
 
 from orchestrator.deadlines import StalledError
 from orchestrator.dispatch.failures import TooManyFailuresError
+from orchestrator.doctor.diagnosis import diagnose
+from orchestrator.doctor.findings import Severity
+from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.history import How, RunEnd
 from orchestrator.run_dir.reader import RunReader
 from rollout.types.generation import GenerationRequest, TokenChunk
@@ -57,6 +60,11 @@ def test_a_reward_that_raises_on_every_sample_ends_the_run_with_the_line_that_ra
     assert history.end == RunEnd(how=How.FAILURES, reason=str(caught.value))
     assert (history.dispatched, history.over) == (summary["dispatched"], summary["failed"]["reward_raised"])
     assert any(one.startswith("the run ended early (failures): 1") for one in partial)
+    primary = diagnose(record).primary
+    assert primary is not None
+    assert (primary.cause, primary.severity) == (Cause.REWARD_FAILURES, Severity.CRITICAL)
+    assert place in primary.summary and f"{history.over} of {history.over} dispatches" in primary.summary
+    assert [event["cause"] for event in events_of(case, "diagnosis")] == ["reward_failures"], "said while it ran"
 
 
 def test_a_run_whose_every_request_is_refused_makes_few_dispatches_and_few_events_while_it_waits(tmp_path: Path):
@@ -74,3 +82,6 @@ def test_a_run_whose_every_request_is_refused_makes_few_dispatches_and_few_event
     assert history.dispatched <= 9 * 7, "a batch at 0 s and after each pause: 0.1 + 0.2 + 0.4 + 0.8 + 1.6 = 3.1 s"
     assert history.failed == {"engine": history.over} and history.over >= 9 * 3
     assert case.run.events.stat().st_size < 100_000
+    causes = [finding.cause for finding in diagnose(RunReader(case.run.path).read()[0]).findings]
+    assert causes == [Cause.ENGINE_FAILURES, Cause.NO_STEP]
+    assert any(line.startswith("no step for ") for line in case.reporter.said)
