@@ -5,28 +5,21 @@ python deploy/grafana/generate.py            write them
 python deploy/grafana/generate.py --check    say which are not fresh; exit status 1 if any
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import TypeAlias
-
-from grafana_foundation_sdk.builders import common as shared
-from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, timeseries
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models import common
-from grafana_foundation_sdk.models import dashboard as model
-from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout, whether or not it is installed
 
-from panels import DASHBOARDS, Dashboard, Panel, of_run  # noqa: E402
+from drawing import json_of, json_of_runbook  # noqa: E402
+from machines import FLEET, SYSTEM  # noqa: E402
+from panels import DATA, NUMERICAL, OVERVIEW, POLICY  # noqa: E402
+from runbook import UID  # noqa: E402
+from shape import Dashboard  # noqa: E402
 
 from orchestrator.metrics.layers import LAYERS  # noqa: E402
 
-Drawn: TypeAlias = timeseries.Panel | heatmap.Panel | stat.Panel
-SOURCE = model.DataSourceRef(type_val="prometheus", uid="concord-prometheus")
-WIDTH, HEIGHT, STAT_HEIGHT = 12, 8, 4
+DASHBOARDS = (OVERVIEW, DATA, POLICY, NUMERICAL, SYSTEM, FLEET)
 BEGIN, END = "<!-- panels of the overview, written by deploy/grafana/generate.py -->", "<!-- end of them -->"
 DOCUMENT = """\
 <!-- Written by deploy/grafana/generate.py from deploy/grafana/panels.py. Change that, then run it again. -->
@@ -69,93 +62,11 @@ def main() -> int:
 
 def fresh_files() -> dict[Path, str]:
     """The text that each file should have."""
-    files = {Path(__file__).with_name(f"{each.uid}.json"): json_of(each) for each in DASHBOARDS}
+    here = Path(__file__)
+    files = {here.with_name(f"{each.uid}.json"): json_of(each) for each in DASHBOARDS}
+    files[here.with_name(f"{UID}.json")] = json_of_runbook()
     readme = ROOT / "README.md"
     return {**files, ROOT / "docs" / "user" / "dashboards.md": document(), readme: with_overview(readme.read_text())}
-
-
-def json_of(page: Dashboard) -> str:
-    """A dashboard as Grafana takes it."""
-    builder = (
-        dashboard.Dashboard(page.title)
-        .uid(page.uid)
-        .description(page.about)
-        .tags(["concord"])
-        .time("now-1h", "now")
-        .refresh("10s")
-        .timezone("browser")
-        .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .with_variable(run_variable())
-        .link(
-            dashboard.DashboardLink("Concord")
-            .type(model.DashboardLinkType.DASHBOARDS)
-            .tags(["concord"])
-            .include_vars(True)
-            .keep_time(True)
-        )
-    )
-    for panel in page.panels:
-        builder = builder.with_panel(drawn(panel, panel.layer or page.layer))
-    return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
-
-
-def run_variable() -> dashboard.QueryVariable:
-    """The run whose series are shown."""
-    variable = dashboard.QueryVariable("run").label("run").datasource(SOURCE).query("label_values(concord_step, run)")
-    return variable.refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-
-
-def drawn(panel: Panel, layer: int) -> Drawn:
-    """One panel with its queries, in the colour of its layer."""
-    now = panel.kind in ("stat", "name")
-    colour = dashboard.FieldColor().mode(model.FieldColorModeId.FIXED if now else model.FieldColorModeId.SHADES)
-    colour = colour.fixed_color(LAYERS[layer].colour)
-    builder: Drawn
-    if now:
-        builder = number(panel).color_scheme(colour).span(WIDTH // 2).height(STAT_HEIGHT)
-    elif panel.kind == "heatmap":
-        builder = heatmap.Panel().calculate(False).span(WIDTH).height(HEIGHT)
-    else:
-        legend = (
-            shared.VizLegendOptions()
-            .display_mode(common.LegendDisplayMode.LIST)
-            .placement(common.LegendPlacement.BOTTOM)
-            .show_legend(True)
-        )
-        builder = (
-            timeseries.Panel()
-            .color_scheme(colour)
-            .legend(legend)
-            .line_width(1)
-            .fill_opacity(0)
-            .span(WIDTH)
-            .height(HEIGHT)
-        )
-    builder = builder.title(panel.title).unit(panel.unit).datasource(SOURCE)
-    if panel.help:
-        builder = builder.description(panel.help)
-    for place, (expression, legend) in enumerate(panel.queries):
-        query = prometheus.Dataquery().expr(of_run(expression)).legend_format(legend).ref_id(chr(ord("A") + place))
-        if now:  # over a range, a series that has ended would go on with its last value
-            query = query.instant()
-        builder = builder.with_target(query.format(PromQueryFormat.HEATMAP) if panel.kind == "heatmap" else query)
-    return builder
-
-
-def number(panel: Panel) -> stat.Panel:
-    """Large values, or the names of the series; in words where the panel has them."""
-    names = common.BigValueTextMode.NAME if panel.kind == "name" else common.BigValueTextMode.AUTO
-    builder = (
-        stat.Panel()
-        .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.NONE)
-        .text_mode(names)
-    )
-    words = {
-        str(value): model.ValueMappingResult(text=word, color=colour, index=value)
-        for value, (word, colour) in enumerate(panel.words)
-    }
-    return builder.mappings([model.ValueMap(options=words)] if words else [])
 
 
 def document() -> str:

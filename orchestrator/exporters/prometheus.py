@@ -2,6 +2,7 @@
 scrape never makes the loop wait."""
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,16 +27,22 @@ number_text: Callable[[float], str] = _utils.floatToGoString
 class Exporter:
     """Listens from its making until `close`. A context manager."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listen on `port` of `host`; 0 takes a free one.
+    def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Listen on `port` of `host`; 0 takes a free one. `clock`: seconds, rising.
 
         Raises:
             UserError: the port is taken, or the host is no address of this machine.
         """
-        self._snapshot = EMPTY
+        self._clock = clock
+        self._shown = (EMPTY, clock())
         text = Text()
+
+        def now() -> bytes:
+            snapshot, taken_s = self._shown
+            return text.of(snapshot, clock() - taken_s)
+
         try:
-            self._server = ScrapeServer(host, port, lambda: text.of(self._snapshot))
+            self._server = ScrapeServer(host, port, now)
         except OSError as cause:
             raise UserError(
                 f"cannot serve metrics on {host}:{port}: {cause.strerror or cause}; set exporter.port to a free port, "
@@ -61,11 +68,11 @@ class Exporter:
     @property
     def snapshot(self) -> Snapshot:
         """What a scrape gets now."""
-        return self._snapshot
+        return self._shown[0]
 
     def show(self, snapshot: Snapshot) -> None:
-        """Scrapes get `snapshot` from now on."""
-        self._snapshot = snapshot
+        """Scrapes get `snapshot`, which was taken now, from now on."""
+        self._shown = (snapshot, self._clock())
 
     def close(self) -> None:
         """Stop listening."""
@@ -79,11 +86,11 @@ class Text:
     def __init__(self) -> None:
         self._openings: dict[str, _Openings] = {}
 
-    def of(self, snapshot: Snapshot) -> bytes:
-        """Every metric that has a value, in the order of the catalogue."""
-        return "".join(self._lines_of(metric, snapshot) for metric in CATALOGUE).encode()
+    def of(self, snapshot: Snapshot, age_s: float = 0.0) -> bytes:
+        """Every metric that has a value, in the order of the catalogue, `age_s` after it was taken."""
+        return "".join(self._lines_of(metric, snapshot, age_s) for metric in CATALOGUE).encode()
 
-    def _lines_of(self, metric: Metric, snapshot: Snapshot) -> str:
+    def _lines_of(self, metric: Metric, snapshot: Snapshot, age_s: float) -> str:
         values = (snapshot.distributions if metric.type is MetricType.HISTOGRAM else snapshot.numbers).get(metric.name)
         if not values:
             return ""
@@ -92,7 +99,7 @@ class Text:
         if known is None or known.series != series:
             known = self._openings[metric.name] = _openings(series, family)
         lines = [
-            f"{opening} {number_text(sample.value)}\n"
+            f"{opening} {number_text(sample.value + age_s if metric.grows else sample.value)}\n"
             for opening, sample in zip(known.samples, family.samples, strict=True)
         ]
         return known.head + "".join(lines)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from orchestrator.config import RunConfig
 from orchestrator.metrics.consistency import Agreement
 from orchestrator.metrics.learning import Blocks, DataAndReward, NumericalUpdates, PolicyChange
-from orchestrator.metrics.state import Ended, Moment, Series
-from orchestrator.metrics.system import System
+from orchestrator.metrics.state import Ended, LabelValues, Moment, Series
+from orchestrator.metrics.system import FACTS, System
 from orchestrator.metrics.types import MAX_REWARD_PARTS, MAX_STATISTICS, Extent, Metric
+from trainer.config.trainer import LocalModelConfig
 
 BLOCK_CATALOGUE: tuple[Metric, ...] = Blocks.metrics
 """Signals with a value for each block of the model, in the block parts."""
@@ -54,7 +55,29 @@ def sizes_of(config: RunConfig, *, blocks: int, heads: int) -> dict[Extent, int]
         Extent.ENVIRONMENTS: 1,
         Extent.REWARD_PARTS: MAX_REWARD_PARTS + 1,
         Extent.STATISTICS: MAX_STATISTICS,
+        Extent.FACTS: 1,
     }
+
+
+def facts_of(config: RunConfig) -> LabelValues:
+    """What a config says of its run, in the order of `FACTS`."""
+    model = config.model
+    facts = {
+        "model": model.path.name if isinstance(model, LocalModelConfig) else model.type,
+        "engine": config.engine.type,
+        "replicas": config.engine.replicas,
+        "trainer": config.trainer.type,
+        "ranks": config.trainer.ranks,
+        "algorithm": config.trainer.algorithm.type,
+        "environment": config.environment.type,
+        "reward": config.reward.type,
+        "consistency": config.consistency.mode,
+        "batch_groups": config.run.batch_groups,
+        "group_size": config.run.group_size,
+        "max_staleness": config.staleness.max_staleness,
+        "steps": config.run.steps,
+    }
+    return tuple(str(facts[name]) for name in FACTS)
 
 
 def max_series(sizes: Mapping[Extent, int]) -> int:

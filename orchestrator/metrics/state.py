@@ -118,6 +118,10 @@ class Moment:
     batch_wait_s: float
     last_step_s: float
     """Unix time at which the last step ended."""
+    last_step_age_s: float
+    """Seconds since then, by the monotonic clock."""
+    started_s: float
+    """Unix time at which the loop began."""
     phases: Mapping[str, float]
     """Seconds of the steps by phase."""
     trainer_phases: Mapping[str, float]
@@ -153,6 +157,8 @@ class Moment:
     repeat_evidence: float | None = None
     """The same, that it repeats its samples."""
     environment: str = ""
+    facts: LabelValues = ()
+    """What the config says, in the order of `orchestrator.metrics.system.FACTS`."""
     max_staleness: int = 0
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
     """Resident bytes by actor."""

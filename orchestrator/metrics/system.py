@@ -9,6 +9,7 @@ from orchestrator.metrics.types import (
     CatalogueSection,
     Extent,
     Label,
+    age,
     by,
     column,
     counter,
@@ -29,6 +30,11 @@ NO_CAUSE = "none"
 PRIMARY_CAUSES = (NO_CAUSE, *Cause)
 STORE_CALLS = ("dispatch", "acknowledge", "reject", "commit_version", "record_event")
 """Calls of `rollout.types.protocols.Store` that the loop itself makes."""
+FACTS = (
+    *("model", "engine", "replicas", "trainer", "ranks", "algorithm", "environment", "reward", "consistency"),
+    *("batch_groups", "group_size", "max_staleness", "steps"),
+)
+"""Labels of `concord_run_info`, which `orchestrator.metrics.catalogue.facts_of` fills."""
 SHORT_EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STEP_EDGES_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -149,8 +155,18 @@ class System(CatalogueSection, layer=4):
     audit (audit); versions that wait for the engines (publication)."""
     batch_wait_seconds = gauge("seconds", lambda now: single(now.batch_wait_s))
     """How long the trainer has been waiting for a batch now; 0 while it works."""
+    last_step_age_seconds = age(lambda now: now.last_step_age_s)
+    """Time since the last step ended, by the driver's own monotonic clock; before the first, since the loop's begin."""
     last_step_timestamp_seconds = gauge("seconds", lambda now: single(now.last_step_s))
-    """Unix time at which the last step ended; before the first, at which the loop began."""
+    """Unix time at which the last step ended, by the driver's clock; before the first, at which the loop began."""
+    start_timestamp_seconds = gauge("seconds", lambda now: single(now.started_s))
+    """Unix time at which the loop of this process began, by the driver's clock: a start, or a resume."""
+    run_info = gauge(
+        "info",
+        lambda now: {now.facts: 1.0} if now.facts else {},
+        *(Label(name=one, extent=Extent.FACTS) for one in FACTS),
+    )
+    """Always 1: what the config says, in its labels."""
     max_staleness = gauge("steps", lambda now: single(now.max_staleness))
     """eta: a token older than this is not trained on."""
     step_duration_seconds = histogram("seconds", STEP_EDGES_S)

@@ -43,6 +43,7 @@ class Extent(StrEnum):
     ENVIRONMENTS = "environments"
     REWARD_PARTS = "parts of the reward"
     STATISTICS = "statistics of the algorithm"
+    FACTS = "one value, of the config"
 
 
 MAX_REWARD_PARTS = 16
@@ -92,6 +93,9 @@ class Declared:
     """Its values at the end of a step, which stand until the next."""
     of_blocks: Callable[[StepReport], Series] | None = None
     """The same of a signal of blocks, which the block parts take from the report alone."""
+    grows: bool = False
+    """Seconds that go by by themselves: a scrape adds those since the values were taken, so that a loop that hangs does
+    not look like one that waits."""
     now: Callable[[Moment], Series] | None = None
     """Its values at any time. A histogram has neither: its source observes single values."""
 
@@ -206,6 +210,11 @@ def total_column(unit: str, value: Callable[[Moment], float]) -> Declared:
 def gauge(unit: str, value: Callable[[Moment], Series], *labels: Label) -> Declared:
     """A value that has labels, or that changes between steps."""
     return Declared(type=MetricType.GAUGE, unit=unit, labels=labels, now=value)
+
+
+def age(value: Callable[[Moment], float]) -> Declared:
+    """Seconds since something, by the clock of this process, which goes on between two looks at the loop."""
+    return Declared(type=MetricType.GAUGE, unit="seconds", grows=True, now=lambda now: {(): value(now)})
 
 
 def step_gauge(unit: str, value: Callable[[Ended], Series], *labels: Label) -> Declared:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from orchestrator.config import RunConfig
 from orchestrator.loop.parts import LoopParts
-from orchestrator.metrics.catalogue import CATALOGUE, ROW_METRICS, now
+from orchestrator.metrics.catalogue import CATALOGUE, ROW_METRICS, facts_of, now
 from orchestrator.metrics.distributions import combinations
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import Extent
@@ -44,6 +44,7 @@ class LiveSignals:
         moment = replace(
             self._signals.moment(),
             environment=self._config.environment.type,
+            facts=facts_of(self._config),
             max_staleness=self._config.staleness.max_staleness,
             memory=self._memory.now,
         )

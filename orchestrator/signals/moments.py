@@ -20,7 +20,7 @@ class Moments:
         self._loop = loop
         self._opening = loop.book.counts
         self._begun = self._last = time.monotonic()
-        self._last_step_s = time.time()
+        self._started_s = self._last_step_s = time.time()
         self._steps = 0
         self._phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._trainer_phases: dict[str, float] = dict.fromkeys(TRAINER_PHASES, 0.0)
@@ -81,6 +81,8 @@ class Moments:
             skipped=training.skipped,
             batch_wait_s=training.batch_wait_s,
             last_step_s=self._last_step_s,
+            last_step_age_s=time.monotonic() - self._last,
+            started_s=self._started_s,
             phases=self._phases,
             trainer_phases=self._trainer_phases,
             searches=loop.searches,

@@ -1,22 +1,45 @@
-"""The queries of the dashboards as Prometheus can be asked them: for one run, and with recorded series written out."""
+"""The dashboards as they are pushed: their panels, and their queries as Prometheus can be asked them, for one run and
+with recorded series written out."""
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 from support.servers.prometheus_rules import rules
 
 from orchestrator.commands.dashboards_push import DASHBOARDS
 
 RECORDED = re.compile(r'(concord:[a-z0-9_:]+)\{run="[^"]*"\}')
+CONCORD = re.compile(r"\bconcord[_:]")
 
 
-def panel_queries(run: str) -> list[str]:
-    """Of every panel of every dashboard, each once."""
+def dashboard_files() -> list[Path]:
+    """All of them."""
+    return sorted(DASHBOARDS.glob("concord-*.json"))
+
+
+def panels_of(file: Path, *, folded: bool = True) -> list[dict[str, Any]]:
+    """The panels of a dashboard, with or without those of folded rows, and without the rows themselves."""
+    found: list[dict[str, Any]] = []
+    for panel in json.loads(file.read_text())["panels"]:
+        if panel["type"] != "row":
+            found.append(panel)
+        elif folded:
+            found += panel["panels"]
+    return found
+
+
+def panel_queries(run: str, *, folded: bool = True) -> list[str]:
+    """Of every panel that shows Concord's own series, each once; what engines, Ray and GPUs measure themselves is not
+    there."""
     expressions = {rule["record"]: rule["expr"] for rule in rules("recording")}
     asked = [
-        target["expr"].replace("$__rate_interval", "1m").replace("$run", run)
-        for file in sorted(DASHBOARDS.glob("concord-*.json"))
-        for panel in json.loads(file.read_text())["panels"]
-        for target in panel["targets"]
+        target["expr"].replace("$__rate_interval", "1m").replace("$run", run).replace("$replica", ".*")
+        for file in dashboard_files()
+        for panel in panels_of(file, folded=folded)
+        for target in panel.get("targets", ())
+        if CONCORD.search(target["expr"])
     ]
-    return list(dict.fromkeys(RECORDED.sub(lambda found: f"({expressions[found[1]]})", query) for query in asked))
+    whole = [RECORDED.sub(lambda found: f"({expressions[found[1]]})", query) for query in asked]
+    return list(dict.fromkeys(query.replace("$block", ".*") for query in whole))

@@ -129,6 +129,34 @@ def test_an_audit_shows_the_size_of_a_replicas_gap_and_where_its_tokens_lie(tmp_
     assert value_of(samples, "concord_audited_log_ratio_nats_bucket", replica="0", le="0.00995") > 0.0
 
 
+def test_time_since_the_last_step_goes_on_while_nobody_looks_at_the_loop():
+    """By the clock of the process alone: the wall clocks of two machines may differ by minutes. A loop that hangs shows
+    nothing new, and its age rises all the same."""
+    clock = [100.0]
+    shown = {"concord_last_step_age_seconds": {(): 5.0}, "concord_step": {(): 7.0}}
+    with Exporter("127.0.0.1", 0, clock=lambda: clock[0]) as exporter:
+        exporter.show(Snapshot(numbers=shown, distributions={}))
+        assert value_of(scrape(exporter.url), "concord_last_step_age_seconds") == 5.0
+        clock[0] += 400.0
+        samples = scrape(exporter.url)
+    assert value_of(samples, "concord_last_step_age_seconds") == 405.0
+    assert value_of(samples, "concord_step") == 7.0
+
+
+def test_a_run_says_what_its_config_says(tmp_path: Path):
+    with Exporter("127.0.0.1", 0) as exporter:
+        drive_served(tmp_path, exporter, 1)
+        samples = scrape(exporter.url)
+    ((labels, value),) = [
+        (dict(labels), value) for (name, labels), value in samples.items() if name == "concord_run_info"
+    ]
+    assert (value, labels["engine"], labels["replicas"], labels["batch_groups"]) == (1.0, "scripted", "2", str(BATCH))
+    assert value_of(samples, "concord_start_timestamp_seconds") <= value_of(
+        samples, "concord_last_step_timestamp_seconds"
+    )
+    assert 0.0 <= value_of(samples, "concord_last_step_age_seconds") < 60.0
+
+
 def test_reward_parts_beyond_the_declared_number_are_summed_up():
     named, bounded = BoundedParts(), MAX_REWARD_PARTS
     many = tuple((f"part{index}", 1.0) for index in range(bounded + 3))
