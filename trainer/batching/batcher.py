@@ -15,6 +15,7 @@ from trainer.batching.quarantine import quarantined_by_search
 from trainer.types.evidence import AuditedGroup, TrajectoryEvidence
 from trainer.types.protocols import Algorithm
 from trainer.types.step import OldLogprobSource, TrainingSample, Verdict
+from trainer.types.support import Truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,7 +152,7 @@ def _sample(
     source: OldLogprobSource,
 ) -> TrainingSample:
     """Without a weight: that is known when the whole batch is counted."""
-    rollout = np.where(mask, trajectory.rollout_logprobs, np.float32(0))
+    rollout, tag = np.where(mask, trajectory.rollout_logprobs, np.float32(0)), trajectory.tag
     old = rollout
     if source is OldLogprobSource.RECOMPUTED:
         missing = int(np.count_nonzero(mask if evidence is None else mask & ~evidence.scored))
@@ -172,6 +173,9 @@ def _sample(
         token_weight=0.0,
         suspects=() if evidence is None else evidence.suspects,
         routing=trajectory.routing,
+        truncation=Truncation(top_p=tag.top_p, top_k=tag.top_k, supports=trajectory.supports)
+        if tag.truncates
+        else None,
     )
 
 
@@ -182,10 +186,13 @@ def _temperature(tags: Collection[EngineTag]) -> float:
             f"got trajectories sampled at temperatures {temperatures} in one batch, expected one: keep "
             "`sampling.temperature` fixed in a run"
         )
-    raw = [tag.engine for tag in tags if tag.logprob_semantics is LogprobSemantics.RAW and tag.temperature != 1.0]
-    if raw:
-        raise UserError(
-            f"engine {raw[0]} reports raw log-probs of tokens sampled at temperature {temperatures[0]}; set its "
-            "log-prob mode to processed"
-        )
+    for tag in tags:
+        semantics = tag.logprob_semantics
+        if (semantics is LogprobSemantics.RAW and tag.temperature != 1.0) or (
+            tag.truncates and semantics is not LogprobSemantics.PROCESSED
+        ):
+            raise UserError(
+                f"engine {tag.engine} reports {semantics} log-probs of tokens sampled at temperature "
+                f"{tag.temperature}, top_p {tag.top_p}, top_k {tag.top_k}; set its log-prob mode to processed"
+            )
     return temperatures[0] if temperatures else 1.0

@@ -68,6 +68,7 @@ def micro_batch_of(rows: Sequence[TrainingSample]) -> MicroBatch:
         trajectory_ids=tuple(row.trajectory_id for row in rows) or ("",),
         lengths=tuple(row.token_ids.size for row in rows) or (0,),
         routing=tuple(row.routing for row in rows) or (None,),
+        truncations=tuple(row.truncation for row in rows) if any(row.truncation is not None for row in rows) else (),
     )
 
 

@@ -39,7 +39,7 @@ class SumOfTerms:
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The scalar loss with its graph, and the log-probs."""
-        logprobs, _ = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
+        logprobs, _ = model(tokens.token_ids, tokens.positions, tokens.targets, temperature, tokens.support)
         terms, weights = self._terms(logprobs, tokens), tokens.weights
         return (torch.dot(terms, weights) if only is None else torch.dot(terms[only], weights[only])), logprobs.detach()
 

@@ -74,7 +74,9 @@ class CulpritReader:
         micro = micro_batch_of([sample])
         tokens = loss_tokens(micro, self._ranks.device)
         with torch.no_grad(), self._context(micro):
-            logprobs, entropies = self._model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
+            logprobs, entropies = self._model(
+                tokens.token_ids, tokens.positions, tokens.targets, temperature, tokens.support
+            )
         reshard(self._model)
         positions: list[int] = np.flatnonzero(sample.loss_mask).tolist()
         now: NDArray[np.float64] = logprobs.double().cpu().numpy()

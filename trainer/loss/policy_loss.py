@@ -18,6 +18,7 @@ from trainer.model.policy_model import PolicyModel
 from trainer.types.loss_tokens import LossTokens
 from trainer.types.protocols import Algorithm
 from trainer.types.step import MicroBatch, OldLogprobSource
+from trainer.types.support import Support, support_of
 
 
 def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
@@ -38,7 +39,14 @@ def loss_tokens(micro: MicroBatch, device: torch.device) -> LossTokens:
         weights=tensor(micro.token_weights[rows]),
         rows=tensor(rows),
         trajectory_ids=micro.trajectory_ids,
+        support=_support(micro),
     )
+
+
+def _support(micro: MicroBatch) -> Support | None:
+    """Of the loss tokens, row by row."""
+    rows = zip(micro.truncations, micro.loss_mask, strict=bool(micro.truncations))
+    return support_of([(truncation, np.flatnonzero(mask)) for truncation, mask in rows])
 
 
 class PolicyLoss:
@@ -74,7 +82,7 @@ class PolicyLoss:
             only: indices into the N tokens: the loss is the sum of their terms alone, each as it is among all N; the
                 sums are those of all N.
         """
-        logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature)
+        logprobs, entropies = model(tokens.token_ids, tokens.positions, tokens.targets, temperature, tokens.support)
         if only is not None:  # the gradient of another token's term must not reach the model, be it NaN
             logprobs, entropies = _graph_only(logprobs, only), _graph_only(entropies, only)
         importance = importance_of(self._correction, logprobs, tokens, source)
@@ -82,7 +90,9 @@ class PolicyLoss:
         reference, reference_kl = logprobs.detach(), torch.zeros_like(logprobs)
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = self._reference(tokens.token_ids, tokens.positions, tokens.targets, temperature)
+                reference, _ = self._reference(
+                    tokens.token_ids, tokens.positions, tokens.targets, temperature, tokens.support
+                )
             reference_kl = kl_estimate(logprobs.detach(), reference, self._config.kl_estimator)
             terms = terms + self._config.kl_coef * self._divergence_terms(logprobs, reference, importance)
         if self._config.entropy_coef > 0:

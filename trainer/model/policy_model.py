@@ -12,6 +12,7 @@ from rollout.errors import UserError
 from trainer.model.logprobs import chunked_logprobs
 from trainer.model.routing_replay import same_replay_again
 from trainer.model.tensor_layout import modules_of
+from trainer.types.support import Support
 
 _HEAD_TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
@@ -35,14 +36,15 @@ class PolicyModel(nn.Module):
         return type(self.causal_lm).__name__
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float
+        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float, support: Support | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy, [N] each, of `targets` [N] predicted from flat `positions` [N] of `token_ids` [B, T].
+        """Log-prob and entropy, [N] each, of `targets` [N] predicted from flat `positions` [N] of `token_ids` [B, T],
+        over the support of each target.
 
         Rows are right-padded without a mask: attention is causal, so real tokens see only real tokens.
         """
         chosen = self.chosen_states(token_ids, positions)
-        return chunked_logprobs(chosen, self.head_weight(), targets, temperature, self.chunk_tokens)
+        return chunked_logprobs(chosen, self.head_weight(), targets, temperature, self.chunk_tokens, support)
 
     def chosen_states(self, token_ids: Tensor, positions: Tensor, cache: Cache | None = None) -> Tensor:
         """[N, H] states behind the final norm at flat `positions` [N] of `token_ids` [B, T]; a cache is read and

@@ -16,6 +16,7 @@ from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, reshard
 from trainer.planted.draws import StepPulls
 from trainer.types.step import MicroBatch, StepBatches
+from trainer.types.support import Support
 
 
 class PullMeter:
@@ -72,10 +73,10 @@ class _Leaves:
         self._model = model
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float
+        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float, support: Support | None = None
     ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            logprobs, entropies = self._model(token_ids, positions, targets, temperature)
+            logprobs, entropies = self._model(token_ids, positions, targets, temperature, support)
         self._logprobs, self._entropies = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()
         return self._logprobs, self._entropies
 

@@ -4,6 +4,8 @@ the type checker only."""
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.types.support import Support
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -34,6 +36,9 @@ class LossTokens:
     """[N] int64 in [0, B): the row of each token."""
     trajectory_ids: tuple[str, ...] = ()
     """[B] whose tokens each row holds."""
+    support: Support | None = None
+    """[N] what was in reach when each token was drawn: its log-probs, its entropy and the reference's are of the
+    distribution over it. None: the whole vocabulary."""
 
     def row_means(self, values: "Tensor") -> "Tensor":
         """[N] each token's mean of `values` [N] over the loss tokens of its row."""

@@ -11,6 +11,7 @@ from rollout.types.trajectory import RoutingTrace
 from rollout.types.weights import PolicyVersion
 from trainer.types.gradloc import GradLocEvidence, Quarantined
 from trainer.types.histograms import BucketCounts
+from trainer.types.support import Truncation
 
 
 class Verdict(StrEnum):
@@ -56,6 +57,8 @@ class TrainingSample:
     """Positions that the consistency service found suspect: GradLoc looks there first."""
     routing: RoutingTrace | None = None
     """The experts that the engine chose."""
+    truncation: Truncation | None = None
+    """How its draws were truncated; None: not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +83,8 @@ class MicroBatch:
     """[B] tokens of each row; 0 for a filler."""
     routing: tuple[RoutingTrace | None, ...]
     """[B] the experts that the engine chose; laid out for the model only where they are replayed."""
+    truncations: tuple[Truncation | None, ...] = ()
+    """[B] how the draws of each row were truncated; empty: none of any."""
 
 
 StepBatches = Sequence[Sequence[MicroBatch]]

@@ -1,11 +1,13 @@
 """Log-prob of a token together with entropy and variance of log p of the distribution that it was drawn from, in one
 pass, chunk by chunk. Pure torch; it knows no model."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.consistency.scoring.rows import Sampler
-from trainer.consistency.scoring.truncation import kept_logits
+from trainer.model.truncation import cut_logits, least_logits
+from trainer.types.support import Truncation, support_of
 
 
 def token_moments(hidden: Tensor, weight: Tensor, targets: Tensor, sampler: Sampler, chunk_tokens: int) -> Tensor:
@@ -16,18 +18,21 @@ def token_moments(hidden: Tensor, weight: Tensor, targets: Tensor, sampler: Samp
         hidden: [N, H] states behind the final norm.
         weight: [V, H] of a head without bias.
         targets: [N] int64 token ids.
-        chunk_tokens: rows whose logits exist at once; a quarter of it where all logits of a row must be sorted.
+        chunk_tokens: rows whose logits exist at once.
     """
     compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     head, found = weight.to(compute), hidden.new_empty((3, targets.numel()), dtype=compute)
-    chunk = max(1, chunk_tokens // 4) if sampler.truncates and not sampler.top_k else chunk_tokens
-    for first in range(0, targets.numel(), chunk):
-        rows = slice(first, first + chunk)
+    declared = Truncation(top_p=sampler.top_p, top_k=sampler.top_k) if sampler.truncates else None
+    support = support_of([(declared, np.arange(targets.numel()))])
+    for first in range(0, targets.numel(), chunk_tokens):
+        rows = slice(first, first + chunk_tokens)
         logits = hidden[rows].to(compute) @ head.t()
         if sampler.temperature != 1.0:
             logits.div_(sampler.temperature)
         chosen = logits.gather(1, targets[rows, None])
-        kept = kept_logits(logits, chosen, sampler) if sampler.truncates else logits
+        kept = logits
+        if support is not None:
+            kept = cut_logits(logits, targets[rows], support, rows, least_logits(logits, support, rows))
         normaliser = torch.logsumexp(kept, dim=-1, keepdim=True)
         found[0, rows] = (chosen - normaliser).squeeze(1)
         # What has no probability adds nothing: 0 x -inf would be NaN.

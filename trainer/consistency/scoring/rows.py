@@ -12,6 +12,7 @@ from rollout.types.trajectory import EngineTag, RoutingTrace, Trajectory, Versio
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import AnyExperts, flat_routing
 from trainer.consistency.scoring.protocols import ScoreOptions
+from trainer.types.support import Support, Truncation, support_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -136,6 +137,27 @@ def padded(rows: Sequence[ScoreRow]) -> ScoreBatch:
         token_ids=token_ids,
         positions=np.concatenate([row.targets - (1 + row.start - width * line) for line, row in enumerate(rows)]),
         targets=np.concatenate([row.trajectory.token_ids[row.targets] for row in rows]).astype(np.int64),
+    )
+
+
+def batch_support(batch: ScoreBatch, sampler: Sampler, *, listed: bool) -> Support | None:
+    """The support of the batch's targets under `sampler`; None where it reaches everything.
+
+    Args:
+        listed: whether ids that the engine listed take part; not where another sampler than its own is asked about.
+    """
+    if not sampler.truncates:
+        return None
+    return support_of(
+        [
+            (
+                Truncation(
+                    top_p=sampler.top_p, top_k=sampler.top_k, supports=row.trajectory.supports if listed else None
+                ),
+                row.targets,
+            )
+            for row in batch.rows
+        ]
     )
 
 

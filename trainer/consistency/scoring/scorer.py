@@ -32,13 +32,13 @@ from trainer.consistency.scoring.rows import (
     ScoreBatch,
     ScoreRow,
     batch_routing,
+    batch_support,
     batches_of,
     continued_rows,
     generations,
     padded,
     prefix_rows,
 )
-from trainer.consistency.scoring.truncation import truncated_logprobs
 from trainer.consistency.scoring.weight_formats import conversion
 from trainer.model.logprobs import chunked_logprobs
 from trainer.model.policy_model import PolicyModel
@@ -235,14 +235,15 @@ class Scorer:
         )
         with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
             chosen, weight = self._model.chosen_states(token_ids, positions, cache), self._model.head_weight()
-            if self._moments is not None:
-                moments = token_moments(chosen, weight, targets, sampler, self._model.chunk_tokens)
-                logprobs = moments[0]
-                _write(self._moments, batch, moments.cpu().numpy())
-            elif sampler.truncates:
-                logprobs = truncated_logprobs(chosen, weight, targets, sampler, self._model.chunk_tokens)
+            head, temperature, chunk = (chosen, weight, targets), sampler.temperature, self._model.chunk_tokens
+            support = batch_support(batch, sampler, listed=options.top_p is None)
+            moments = None if self._moments is None else token_moments(*head, sampler, chunk)
+            if moments is None or (support is not None and support.listed.ids.size):
+                logprobs, _ = chunked_logprobs(*head, temperature, chunk, support)
             else:
-                logprobs, _ = chunked_logprobs(chosen, weight, targets, sampler.temperature, self._model.chunk_tokens)
+                logprobs = moments[0]
+            if self._moments is not None and moments is not None:
+                _write(self._moments, batch, moments.cpu().numpy())
         return logprobs.cpu().numpy()
 
     @property

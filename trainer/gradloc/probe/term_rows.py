@@ -149,6 +149,7 @@ def _cut(rows: list[_Row], chosen: dict[int, NDArray[np.bool_]], own: Sequence[M
         routing=tuple(
             _cut_routing(micro.routing[row.row], length) for (micro, row), length in zip(each, lengths, strict=True)
         ),
+        truncations=tuple(micro.truncations[row.row] if micro.truncations else None for micro, row in each),
     )
     return Pass(rows=batch, chosen=wanted if config.coupled else None, source=None)
 

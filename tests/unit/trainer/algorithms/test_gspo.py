@@ -100,7 +100,9 @@ class Table:
         generator = torch.Generator().manual_seed(1)
         self.logits = torch.randn(50, generator=generator, dtype=torch.float64).requires_grad_()
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float):
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float, support: object = None
+    ):
         logprobs = torch.log_softmax(self.logits, dim=0)[targets]
         return logprobs, torch.zeros_like(logprobs)
 

@@ -18,10 +18,10 @@ from trainer.config.trainer import TinyModelConfig
 from trainer.consistency.scoring.moments import token_moments
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.scoring.rows import Sampler, ScoreRow, batches_of, prefix_rows
-from trainer.consistency.scoring.truncation import truncated_logprobs
 from trainer.consistency.scoring.weight_formats import conversion, round_to_float8
 from trainer.model.logprobs import chunked_logprobs
 from trainer.tiny.model import tiny_architecture
+from trainer.types.support import Truncation, support_of
 
 
 def rows_of(lengths: Sequence[int]) -> list[ScoreRow]:
@@ -30,6 +30,13 @@ def rows_of(lengths: Sequence[int]) -> list[ScoreRow]:
         item = build_trajectory(index=index, prompt_tokens=3, spans=((PolicyVersion(1, 1), length - 2),))
         rows += prefix_rows(index, item, [(span, span.policy) for span in item.version_spans]).values()
     return rows
+
+
+def truncated_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, sampler: Sampler, chunk: int) -> Tensor:
+    """Log-probs over what top-k and top-p leave of these logits."""
+    truncation = Truncation(top_p=sampler.top_p, top_k=sampler.top_k) if sampler.truncates else None
+    support = support_of([(truncation, np.arange(targets.numel()))])
+    return chunked_logprobs(hidden, head, targets, sampler.temperature, chunk, support)[0]
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100, 10_000])
