@@ -38,18 +38,16 @@ def config_of(folder: Path, steps: int) -> RunConfig:
     )
 
 
-def drive_served(
-    folder: Path,
+def drive_config(
+    config: RunConfig,
     exporter: Exporter | None,
-    steps: int,
     *,
     shift_nats: float = 0.0,
     reporter: QuietReporter | None = None,
     trackers: Trackers | None = None,
 ) -> tuple[RunDir, dict[str, Any]]:
-    """The run directory and the summary of a run to its end."""
-    config, sinks = config_of(folder, steps), Sinks(exporter=exporter, trackers=trackers)
-    run = create_run_dir(config, "run")
+    """The run directory and the summary of a run of scripted engines to its end."""
+    sinks, run = Sinks(exporter=exporter, trackers=trackers), create_run_dir(config, "run")
 
     async def main() -> dict[str, Any]:
         fleet = LocalFleet(config, run.path, MODEL, ScriptedTrainer(config.trainer))
@@ -63,3 +61,17 @@ def drive_served(
             await fleet.close()
 
     return run, asyncio.run(main())
+
+
+def drive_served(
+    folder: Path,
+    exporter: Exporter | None,
+    steps: int,
+    *,
+    shift_nats: float = 0.0,
+    reporter: QuietReporter | None = None,
+    trackers: Trackers | None = None,
+) -> tuple[RunDir, dict[str, Any]]:
+    """The same, of the usual config."""
+    config = config_of(folder, steps)
+    return drive_config(config, exporter, shift_nats=shift_nats, reporter=reporter, trackers=trackers)
