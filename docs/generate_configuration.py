@@ -53,9 +53,12 @@ METRICS_INTRODUCTION = """\
 # Metrics
 
 What `concord run` serves to Prometheus while it runs: at the address that it prints, that `summary.json` has as
-`metrics_url`, and that `prometheus_targets.json` in the run directory names in the form of Prometheus' file-based
-service discovery. `[exporter]` in [configuration](configuration.md) chooses host and port. Values are read from the
-loop every two seconds and at the end of every step; a scrape gets the newest ones and never makes the loop wait.
+`metrics_url`, and that `.prometheus/RUN.json` beside the run directory names in the form of Prometheus' file-based
+service discovery; `RUNS/.prometheus/*.json` is the pattern that finds every run of a folder, as
+`deploy/prometheus/prometheus.yml` does. `[exporter]` in [configuration](configuration.md) chooses host and port. Values
+are read from the loop every two seconds and at the end of every step; a scrape gets the newest ones and never makes the
+loop wait. `concord_last_step_age_seconds` alone goes on between two looks, so a loop that hangs does not look like one
+that is well. A run that an error ends serves its last state until two scrapes have taken it, at most 30 seconds.
 
 A name ends with its unit where that is seconds, bytes, ratio, nats or tokens, and with `_total` where it counts. What
 has a *column* is one number a step and stands in `metrics/part-N.parquet` too, under the name that is given, without

@@ -173,7 +173,7 @@ class VllmConfig(EngineSection):
     cpu_bind_from: Annotated[int, Field(ge=0)] | None = 0
     """On CPU, replica i computes on core `cpu_bind_from + i`; None leaves it to vLLM."""
     serve_metrics: bool = False
-    """Keep vLLM's own metrics and serve them at `exporter.host` on a port of each replica; `prometheus_targets.json`
+    """Keep vLLM's own metrics and serve them at `exporter.host` on a port of each replica; `.prometheus/RUN.json`
     says which. It costs generation CPU."""
     return_routing: bool = False
     """Return the MoE routing of every trajectory; on GPU only, with `kv_across_versions = "recompute"`."""

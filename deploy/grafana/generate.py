@@ -33,9 +33,25 @@ concord dashboards push --url http://127.0.0.1:3000 --token TOKEN --prometheus h
 ```
 
 makes folder, data source and dashboards, or brings them up to date, and says what changed; a second push changes
-nothing. TOKEN is of a service account with the role Admin (data sources need it). Every panel is of the run chosen at
-the top: each series has `{{run="$run"}}`, which the tables leave out. Each layer of diagnosis has its colour, the
-same as in the [report](report.md): {colours}.
+nothing. TOKEN is of a service account with the role Admin (data sources need it).
+
+How to read them:
+
+1. **Is it healthy?** stands at the top of the overview: the worst alert that fires. Beside it, **why not**: the alerts
+   and the doctor's first finding, each a link to its section of the runbook, which is a dashboard too (*Concord:
+   runbook*), so the links work wherever Grafana runs.
+2. Each of the four layers of the overview links to its page; a panel on whose numbers an alert rests draws the alert's
+   threshold as a dashed line, and links to what to do.
+3. Vertical marks are events, read from Prometheus: alerts, starts and resumes, replaced actors, skipped steps, located
+   gradients, changed evaluations; evaluations when switched on at the top.
+4. At the top: the Prometheus that is asked, the run (every run of the last 30 days, the newest first, whether or not it
+   goes on; move the time to where it was), replicas and blocks. Every panel is of that choice: each series has
+   `{{run="$run"}}`, which the tables leave out.
+5. Rows that need something switched on (an evaluation, probes, a mixture of experts, a clip by block) say so and are
+   folded; so are those for vLLM's own metrics, Ray and GPUs ([what they need](deploy.md#prometheus-and-grafana)).
+
+Units and meanings are those of the catalogue. A panel with one line has the colour of its layer of diagnosis, the same
+as in the [report](report.md): {colours}; many lines have colours of their own, by name.
 
 What a push meets: Grafana that cannot be reached or answers with a server error is asked five times; a token that is
 not accepted, a version before 11, another dashboard of the same title, and a dashboard that somebody changes

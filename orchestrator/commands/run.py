@@ -65,6 +65,8 @@ def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporte
     except (ConcordError, KeyboardInterrupt) as error:
         if not isinstance(error, Stopped | KeyboardInterrupt):
             _report(run, reporter)
+            if exporter is not None:
+                exporter.let_last_state_be_scraped()
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     _report(run, reporter)

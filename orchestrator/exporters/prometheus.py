@@ -24,6 +24,12 @@ _utils: Any = utils
 number_text: Callable[[float], str] = _utils.floatToGoString
 
 
+LAST_SCRAPES = 2
+"""Of the state in which a run ended by an error: one may have begun before, so two have seen it whole."""
+LAST_STATE_S = 30.0
+"""How long the end of such a run waits for them: two scrapes at Prometheus' usual interval."""
+
+
 class Exporter:
     """Listens from its making until `close`. A context manager."""
 
@@ -73,6 +79,14 @@ class Exporter:
     def show(self, snapshot: Snapshot) -> None:
         """Scrapes get `snapshot`, which was taken now, from now on."""
         self._shown = (snapshot, self._clock())
+
+    def let_last_state_be_scraped(self, deadline_s: float = LAST_STATE_S) -> bool:
+        """Go on serving what is shown until it was scraped, so that alerts can say in which state the run ended.
+
+        Returns at once where nobody has scraped this run so far; else after LAST_SCRAPES more, or at the deadline. Says
+        whether they came.
+        """
+        return self._server.asked and self._server.wait_for_scrapes(LAST_SCRAPES, deadline_s)
 
     def close(self) -> None:
         """Stop listening."""

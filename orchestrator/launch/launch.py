@@ -231,6 +231,8 @@ async def _run(
         end = RunEnd(how=classify(error), reason=first_line(error))
         await record_end(parts.book, end, parts.training.policy.version)
         await parts.doctor.look()
+        if observing is not None:
+            await observing.show()
         raise
     finally:
         recorder.flush()

@@ -49,7 +49,6 @@ class RunDir:
     """Parquet parts, one row a step."""
     block_metrics = _Below("block_metrics")
     """Parquet parts, one row a step, block and signal."""
-    prometheus_targets = _Below("prometheus_targets.json")
     """Where Prometheus finds this run, in the form of its file-based service discovery."""
     gradloc = _Below("gradloc")
     """One file a step whose gradient was searched."""
@@ -69,6 +68,12 @@ class RunDir:
     """Stack dumps of actors."""
     export = _Below("export")
     """The trained model in Hugging Face layout, once the run has finished."""
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """Where Prometheus finds this run. It lies beside those of the other runs of its folder, since Prometheus takes
+        a `*` in the last part of a path only: `RUNS/.prometheus/*.json` finds them all."""
+        return self.path.parent / ".prometheus" / f"{self.path.name}.json"
 
     def weights_of(self, policy: PolicyVersion) -> Path:
         """Directory of one published version."""

@@ -40,12 +40,31 @@ class ScrapeServer:
         family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
-        self._server = _Server((str(address[0]), port), family, text, idle_s)
+        self.asked = False
+        """Whether a scrape has come so far."""
+        self._scrapes, self._scraped = 0, threading.Condition()
+
+        def counted() -> bytes:
+            self.asked = True
+            return text()
+
+        self._server = _Server((str(address[0]), port), family, counted, idle_s, self._answered)
         self._host = host
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSING_S,), name="scrape server", daemon=True
         )
         self._thread.start()
+
+    def wait_for_scrapes(self, number: int, deadline_s: float) -> bool:
+        """Whether so many more scrapes were answered before the deadline."""
+        with self._scraped:
+            wanted = self._scrapes + number
+            return self._scraped.wait_for(lambda: self._scrapes >= wanted, deadline_s)
+
+    def _answered(self) -> None:
+        with self._scraped:
+            self._scrapes += 1
+            self._scraped.notify_all()
 
     def target(self, own_name: Callable[[], str]) -> str:
         """host:port, for Prometheus; `own_name` says how others reach this machine where it listens on all its
@@ -66,8 +85,15 @@ class _Server(ThreadingHTTPServer):
 
     request_queue_size = 64  # of a full queue the system drops who knocks, who then waits a second or three
 
-    def __init__(self, address: tuple[str, int], family: int, text: Callable[[], bytes], idle_s: float) -> None:
-        self.address_family, self.text, self.idle_s = family, text, idle_s
+    def __init__(
+        self,
+        address: tuple[str, int],
+        family: int,
+        text: Callable[[], bytes],
+        idle_s: float,
+        answered: Callable[[], None],
+    ) -> None:
+        self.address_family, self.text, self.idle_s, self.answered = family, text, idle_s, answered
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
@@ -119,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Every read and write of the connection has the server's deadline."""
         assert isinstance(self.server, _Server)
         super().setup()
-        self._text = self.server.text
+        self._text, self._scrape_answered = self.server.text, self.server.answered
         self.connection.settimeout(self.server.idle_s)
 
     def do_GET(self) -> None:
@@ -134,6 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode())
             return
         self._answer(HTTPStatus.OK, text)
+        self._scrape_answered()
 
     def _answer(self, status: HTTPStatus, text: bytes) -> None:
         self.send_response(status)

@@ -15,7 +15,7 @@ Start = Callable[..., ConcordProcess]
 
 def stopped_by(process: ConcordProcess, number: signal.Signals, run: Path) -> int:
     """Send the signal; the step at which the run has stopped, which must have a checkpoint."""
-    targets = run / "prometheus_targets.json"
+    targets = run.parent / ".prometheus" / f"{run.name}.json"
     assert targets.is_file()
     process.signal(number)
     assert process.exit_status(STEP_S) == 0, process.errors

@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from orchestrator.exporters.tracker_tags import tag_of
 from orchestrator.exporters.wandb import STEP
 from orchestrator.metrics.catalogue import COLUMNS
+from orchestrator.run_dir.layout import RunDir
 from rollout.types.weights import PolicyVersion
 
 pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))  # the first test starts the run
 STEPS, BATCH, GROUP = 12, 3, 2
-TARGETS = "prometheus_targets.json"
 SUMMARY_KEYS = {
     *(
         "steps",
@@ -77,7 +77,7 @@ def test_a_run_ends_with_status_0_and_leaves_no_process(finished: tuple[ConcordP
 
 
 def test_prometheus_finds_a_run_no_longer_than_it_lasts(finished: tuple[ConcordProcess, Path]) -> None:
-    assert not (finished[1] / TARGETS).exists()
+    assert not RunDir(finished[1]).prometheus_targets.exists()
 
 
 def test_trackers_hold_every_step_of_a_run(finished: tuple[ConcordProcess, Path]) -> None:

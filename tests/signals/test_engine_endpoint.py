@@ -26,7 +26,7 @@ SETTINGS = {
 def test_prometheus_finds_the_metrics_of_an_engine_through_the_folder_of_its_run(tmp_path: Path):
     settings = {**SETTINGS, "run.dir": str(tmp_path)}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    targets = tmp_path / "run" / "prometheus_targets.json"
+    targets = tmp_path / ".prometheus" / "run.json"
     process = ConcordProcess("run", ROOT / "examples" / "quickstart.toml", *options, folder=tmp_path)
     with contextlib.closing(process), PrometheusServer(tmp_path / "prometheus", [targets]) as prometheus:
         process.until_step(2, START_S + VLLM_START_S)

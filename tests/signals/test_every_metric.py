@@ -99,7 +99,7 @@ def drive_and_scrape(config: RunConfig, exporter: Exporter, prometheus: Promethe
 @pytest.mark.timeout(900)
 def test_every_declared_metric_has_a_value_by_the_end(tmp_path: Path):
     runs = configs(tmp_path)
-    targets = [config.run.dir / "run" / "prometheus_targets.json" for config in runs]
+    targets = [config.run.dir / ".prometheus" / "*.json" for config in runs]
     with PrometheusServer(tmp_path / "prometheus", targets) as prometheus:
         found, answered = set[str](), set[str]()
         asked = [*panel_queries("run"), *(rule["expr"] for rule in rules("recording"))]

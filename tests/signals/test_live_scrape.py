@@ -22,7 +22,7 @@ APPLIED = 'concord_steps_total{outcome="applied"}'
 def test_prometheus_follows_a_run_and_every_rule_answers(tmp_path: Path):
     with (
         Exporter("127.0.0.1", 0) as exporter,
-        PrometheusServer(tmp_path / "prometheus", [tmp_path / "run" / "prometheus_targets.json"]) as prometheus,
+        PrometheusServer(tmp_path / "prometheus", [tmp_path / ".prometheus" / "run.json"]) as prometheus,
     ):
 
         def at_step(step: int) -> None:

@@ -1,5 +1,4 @@
-"""A real Prometheus server on a free port that scrapes what `prometheus_targets.json` files name, for as long as a test
-needs it."""
+"""A real Prometheus server on a free port that scrapes what files of targets name, for as long as a test needs it."""
 
 import contextlib
 import json
@@ -27,7 +26,7 @@ class PrometheusServer:
     """Started by entering it; killed by leaving it."""
 
     def __init__(self, folder: Path, targets: Sequence[Path]) -> None:
-        """Scrape every target of these files, which need not exist yet, and evaluate the rules of the repository."""
+        """Scrape every target of these files or patterns, which need not exist yet, and evaluate our rules."""
         program = shutil.which("prometheus")
         assert program is not None, (
             "prometheus is not installed: make setup brings it where you are root (Debian: apt-get install prometheus)"

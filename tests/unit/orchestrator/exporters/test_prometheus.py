@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from orchestrator.metrics.consistency import attributed
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.types import MAX_REWARD_PARTS, MetricType
+from orchestrator.run_dir.layout import RunDir
 from orchestrator.signals.moments import BoundedParts
 from rollout.errors import ConcordError, UserError
 from rollout.types.weights import PolicyVersion
@@ -230,13 +232,13 @@ def test_a_disk_that_refuses_the_targets_takes_no_metrics_away(tmp_path: Path):
     class InTheWay(QuietReporter):
         def say(self, text: str) -> None:
             if text.startswith("metrics at"):
-                targets.mkdir()
+                targets.mkdir(parents=True)
 
         def step(self, row: Mapping[str, float], steps: int) -> None:
             if row["step"] == 2:
                 targets.rmdir()
 
-    targets = tmp_path / "run" / "prometheus_targets.json"
+    targets = tmp_path / ".prometheus" / "run.json"
     with Exporter("127.0.0.1", 0) as exporter:
         run, _ = drive_served(tmp_path, exporter, STEPS, reporter=InTheWay())
         assert exporter.snapshot.numbers["concord_step"] == {(): STEPS}
@@ -257,13 +259,49 @@ def test_prometheus_finds_the_run_in_its_folder(tmp_path: Path):
 
 
 def test_engines_with_metrics_of_their_own_are_listed_by_slot(tmp_path: Path):
-    targets = Targets(tmp_path / "targets.json", "name", "127.0.0.1:1")
+    run = RunDir(tmp_path / "name")
+    run.path.mkdir()
+    targets = Targets(run.prometheus_targets, "name", "127.0.0.1:1")
     targets.show({1: "127.0.0.1:3", 0: "127.0.0.1:2"})
-    engines = json.loads((tmp_path / "targets.json").read_text())[1:]
+    engines = json.loads(run.prometheus_targets.read_text())[1:]
     assert [(entry["targets"], entry["labels"]["job"], entry["labels"]["replica"]) for entry in engines] == [
         (["127.0.0.1:2"], "concord-engine", "0"),
         (["127.0.0.1:3"], "concord-engine", "1"),
     ]
+
+
+def test_runs_of_one_folder_are_listed_together_but_for_those_that_were_deleted(tmp_path: Path):
+    runs = [RunDir(tmp_path / name) for name in ("first", "second", "deleted")]
+    for place, run in enumerate(runs):
+        run.path.mkdir()
+        Targets(run.prometheus_targets, run.path.name, f"127.0.0.1:{place + 1}").show({})
+    runs[2].path.rmdir()
+    Targets(runs[0].prometheus_targets, "first", "127.0.0.1:9").show({})
+    files = sorted((tmp_path / ".prometheus").glob("*.json"))
+    assert [json.loads(file.read_text())[0]["targets"] for file in files] == [["127.0.0.1:9"], ["127.0.0.1:2"]]
+
+
+def test_the_last_state_is_served_until_two_scrapes_have_taken_it():
+    with Exporter("127.0.0.1", 0) as exporter, ThreadPoolExecutor(1) as pool:
+        assert not exporter.let_last_state_be_scraped(60.0), "nobody scrapes, so nobody is waited for"
+        scrape(exporter.url)
+        waits = pool.submit(exporter.let_last_state_be_scraped, 60.0)
+        while not waits.done():
+            scrape(exporter.url)
+        assert waits.result()
+        assert not exporter.let_last_state_be_scraped(0.05), "who has scraped before may be gone"
+
+
+def test_a_run_that_an_error_ends_shows_the_state_in_which_it_ended(tmp_path: Path):
+    class Breaks(QuietReporter):
+        def step(self, row: Mapping[str, float], steps: int) -> None:
+            if row["step"] == 3:
+                raise ConcordError("planted by the test")
+
+    with Exporter("127.0.0.1", 0) as exporter:
+        with pytest.raises(ConcordError, match="planted"):
+            drive_served(tmp_path, exporter, STEPS, reporter=Breaks())
+        assert value_of(scrape(exporter.url), "concord_step") == 3.0
 
 
 @pytest.mark.parametrize(
