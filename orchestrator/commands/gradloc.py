@@ -25,6 +25,7 @@ MEANINGS = {
     "d_stale": "nats: now - the version that sampled",
     "logprob": "nats, the trainer's, before the step",
     "rollout_logprob": "nats, the engine's",
+    "old_logprob": "nats, what the ratio starts from",
     "advantage": "of the trajectory",
     "entropy": "nats, of the distribution it was drawn from",
     "norm": "of the gradient of its term alone",
@@ -136,6 +137,8 @@ def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
     )
     table = table_of("of the token", "", "what it is", right=("",))
     for name, meaning in MEANINGS.items():
+        if name not in culprit:
+            continue  # of a version that did not write it
         table.add_row(
             name,
             "not scored" if name.startswith("d_") and culprit[name] is None else number_text(culprit[name]),

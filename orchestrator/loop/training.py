@@ -62,6 +62,7 @@ class Training:
         self.skipped = 0
         self._saved = self.policy
         self._why_skipped = ""
+        self._first_saved = ""
         self._waits_since: float | None = None
 
     @property
@@ -82,11 +83,12 @@ class Training:
             done = await self._step(batch, waited_s=time.monotonic() - begun)
             self._book.progress.beat()
             skipped_in_a_row = 0 if done else skipped_in_a_row + 1
+            if done:
+                self._first_saved = ""
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise ConcordError(
-                    f"{skipped_in_a_row} steps in a row were not applied, the last one for a {self._why_skipped}; the "
-                    "policy is beyond repair, or the gradient search takes ordinary steps for spikes: resume from an "
-                    "earlier checkpoint with a lower learning rate, or raise trainer.gradloc.threshold"
+                    f"{skipped_in_a_row} steps in a row were not applied, the last one for a {self._why_skipped}; "
+                    f"{self._cure()}"
                 )
             if done is None:
                 continue
@@ -146,9 +148,23 @@ class Training:
         phases = StepPhases(wait_s=waited_s, train_s=train_s, publish_s=publish_s)
         return StepDone(report=report, facts=facts, phases=phases)
 
+    def _cure(self) -> str:
+        """What to do about steps that are not applied, by why they were not."""
+        if not self._why_skipped.startswith("non-finite"):
+            return (
+                "the gradient search takes ordinary steps for spikes, or each is one: look at `concord gradloc RUN`, "
+                "and raise trainer.gradloc.threshold if the tokens are ordinary"
+            )
+        batch = f" (`concord replay RUN {self._first_saved}` runs the first one's batch)" if self._first_saved else ""
+        return (
+            f"find where it comes from{batch}, then resume from a checkpoint before it; do not change the learning "
+            "rate before you know"
+        )
+
     async def _skipped(self, ids: Sequence[str], policy: PolicyVersion, report: StepReport) -> None:
         self.skipped += 1
         self._why_skipped = report.skipped
+        self._first_saved = self._first_saved or report.saved
         await self._log.skipped(policy, report)
         spike = report.gradloc is not None and report.gradloc.acted is Acted.SKIPPED and math.isfinite(report.grad_norm)
         reason = RejectReason.GRADIENT_SPIKE if spike else RejectReason.NON_FINITE

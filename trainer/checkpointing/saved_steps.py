@@ -10,6 +10,7 @@ Optimizer state is not kept; weights are not copied: the published ones are kept
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +28,6 @@ from trainer.types.step import OldLogprobSource, PlantedFault, StepReport, StepR
 
 STEP_NAME, BATCH_NAME = "step.json", "batch.npz"
 _FORMAT = 2
-_MOST_TRIES = 100_000
-"""Folders of one version; a run ends after ten skipped steps in a row."""
 
 
 _AS_THEY_ARE = ("seed", "dtype", "ranks", "weights_digest", "reason", "applied")
@@ -76,7 +75,8 @@ def reason_to_keep(report: StepReport, config: SavedStepsConfig) -> str:
 
 def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str, ...]]:
     """Write a step below `parent`, and remove the oldest beyond `keep`: of steps that were applied, or of those that
-    were not, as this one was.
+    were not, as this one was. Where a version was tried again, later tries go before the first one of any: that shows
+    how the trouble began, and is what reports name.
 
     Returns:
         Name of the folder: the version that the step was to produce, with a number behind it where that is taken; and
@@ -85,13 +85,8 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
     Raises:
         UserError: the place cannot be written.
     """
-    version = str(saved.request.policy.version)
-    name = next(
-        name
-        for name in (version, *(f"{version}-{number}" for number in range(2, _MOST_TRIES)))
-        if not (parent / name).exists()
-    )
     kept = saved_steps(parent)
+    name = _new_name(str(saved.request.policy.version), kept)
     serial = 1 + max((_fields(directory)["serial"] for directory in kept), default=0)
     temporary = begin_directory(parent / name)
     with boundary(UserError, f"cannot write {parent / name} (free space, or choose another run directory)"):
@@ -99,7 +94,8 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
         (temporary / STEP_NAME).write_bytes(_step_bytes(saved, serial))
     complete_directory(temporary, parent / name)
     alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
-    removed = alike[: max(0, len(alike) + 1 - keep)]
+    oldest = sorted(alike, key=lambda path: not _is_later_try(path))
+    removed = oldest[: max(0, len(alike) + 1 - keep)]
     with boundary(
         UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"
     ):
@@ -109,6 +105,18 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
             (path / STEP_NAME).unlink(missing_ok=True)
             shutil.rmtree(path)
     return name, tuple(path.name for path in removed)
+
+
+def _new_name(version: str, kept: Sequence[Path]) -> str:
+    """The version, with a number behind it where it was tried before. No name comes again while a try is kept, so one
+    that a report names is never another's."""
+    tries = [path.name.partition("-")[2] for path in kept if path.name.partition("-")[0] == version]
+    return f"{version}-{1 + max(int(number or 1) for number in tries)}" if tries else version
+
+
+def _is_later_try(directory: Path) -> bool:
+    """Whether a saved step is another try at a version that was tried before."""
+    return "-" in directory.name
 
 
 def saved_steps(parent: Path) -> list[Path]:

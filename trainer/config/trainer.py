@@ -306,8 +306,8 @@ class SavedStepsConfig(Section):
     applied, and if asked for of others."""
 
     keep: PositiveInt = 4
-    """Newest ones that are kept, with the published weights that each started from; of steps that were applied, as many
-    again."""
+    """Newest ones that are kept, with the published weights that each started from, where later tries at a version make
+    room before the first; of steps that were applied, as many again."""
     searched: bool = False
     """Keep the batches of steps, too, whose gradient was searched and that were applied all the same: observed, masked,
     or without a culprit. Each holds on to the published weights that it started from."""

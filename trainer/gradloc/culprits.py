@@ -117,6 +117,7 @@ class CulpritReader:
             block_ratios=tuple((name, ratio) for (name, _), ratio in zip(hit.block_norms, ratios, strict=False)),
             logprob=now,
             rollout_logprob=rollout,
+            old_logprob=float(sample.old_logprobs[at]),
             d_engine=None if behaviour is None else behaviour - rollout,
             d_stale=None if behaviour is None else now - behaviour,
             omega=omega,

@@ -26,7 +26,10 @@ class ReplayVerdict(StrEnum):
     KERNEL = "kernel"
     """It does not come every time, or not with deterministic kernels."""
     OPTIMIZER_STATE = "optimizer_state"
-    """It does not come again from batch and published weights: optimizer state, float32 masters, or the machine."""
+    """Loss and gradient were in order, and are again: optimizer state, float32 masters, or the machine."""
+    NOT_REPRODUCED = "not_reproduced"
+    """Loss or gradient was not finite, in which the optimizer's state has no part, and batch and published weights do
+    not show it: something that neither holds."""
 
 
 MEANINGS: Mapping[ReplayVerdict, str] = {
@@ -36,6 +39,10 @@ MEANINGS: Mapping[ReplayVerdict, str] = {
     ReplayVerdict.OPTIMIZER_STATE: (
         "the cause is outside of forward and backward: optimizer state, the float32 masters of the parameters, or the "
         "machine"
+    ),
+    ReplayVerdict.NOT_REPRODUCED: (
+        "the cause is in neither batch nor published weights: something that was injected or changed in the running "
+        "trainer (its code, its float32 masters), or the machine; optimizer state has no part in a loss or gradient"
     ),
 }
 
@@ -128,7 +135,8 @@ def verdict_of(runs: Mapping[str, ReplayRun], saved: SavedStep) -> ReplayVerdict
         return ReplayVerdict.LOW_PRECISION
     if any(_differ(run, runs["configured"], KERNEL_TOLERANCE) for run in same_arithmetic):
         return ReplayVerdict.KERNEL
-    return ReplayVerdict.OPTIMIZER_STATE
+    in_order = math.isfinite(saved.loss) and math.isfinite(saved.grad_norm)
+    return ReplayVerdict.OPTIMIZER_STATE if in_order else ReplayVerdict.NOT_REPRODUCED
 
 
 def _differ(run: ReplayRun, other: ReplayRun, tolerance: float) -> bool:

@@ -82,6 +82,8 @@ class Culprit:
     """The trainer's, nats, at the sampling temperature."""
     rollout_logprob: float
     """The engine's, nats."""
+    old_logprob: float
+    """What the surrogate started from, nats: the engine's, or the recomputed one."""
     d_engine: float | None
     """log pi at the version that sampled it, by the trainer, minus the engine's, nats; None where the token was not
     scored."""

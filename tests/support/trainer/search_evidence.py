@@ -34,6 +34,7 @@ def build_culprit(**changes: Any) -> Culprit:
         "block_ratios": (("embeddings", 1.5), ("model.layers.0", 40.0)),
         "logprob": -2.0,
         "rollout_logprob": -12.0,
+        "old_logprob": -2.5,
         "d_engine": 9.5,
         "d_stale": 0.5,
         "omega": math.exp(10.0),

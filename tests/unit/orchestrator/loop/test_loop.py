@@ -309,8 +309,9 @@ def test_a_non_finite_step_is_skipped_with_an_event_and_training_goes_on(tmp_pat
 def test_steps_that_are_never_finite_end_the_run_with_the_reason(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.trainer = NonFinite(case.config, lambda tries: True)
-    with pytest.raises(ConcordError, match="10 steps in a row"):
+    with pytest.raises(ConcordError, match="10 steps in a row") as ended:
         case.drive()
+    assert "do not change the learning rate" in str(ended.value) and "lower learning rate" not in str(ended.value)
 
 
 def test_every_ended_dispatch_has_one_end_in_the_events(tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def test_all_searches_are_listed_and_one_is_shown_with_its_culprit_marked(
     assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == ["e1-v9", "e1-v10"]
 
 
+def test_a_culprit_whose_old_logprob_is_not_finite_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = empty_run(tmp_path)
+    records(run.gradloc).keep(PolicyVersion(1, 9), build_search(culprits=(build_culprit(old_logprob=NAN),)))
+    show_searches(run.path, "9")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " old_logprob " in line]
+    assert "not finite" in line
+
+
 def test_a_step_number_means_the_newest_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = empty_run(tmp_path)
     for epoch, norm in ((1, 13.0), (2, 14.0)):
