@@ -21,10 +21,7 @@ from orchestrator.run_dir.record import Record
 
 Rule = Callable[[Record], Finding | None]
 
-_GAP_CAUSES = (
-    *(Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG),
-    *(Cause.ROUTING, Cause.PRECISION, Cause.STALE_KV),
-)
+_GAP_CAUSES = (Cause.TOKENIZER, Cause.LOGPROB_SEMANTICS, Cause.WEIGHT_SYNC, Cause.VERSION_TAG, Cause.ROUTING)
 
 
 def _first_of(*rules: Rule) -> Rule:
@@ -62,6 +59,8 @@ RULES: Mapping[Cause, Rule] = {
     Cause.FROZEN_BLOCK: numerical.frozen_block,
     Cause.POLICY_STILL: learning.policy_still,
     **{cause: system.disagreement(cause, cause.value) for cause in _GAP_CAUSES},
+    Cause.PRECISION: _first_of(system.disagreement(Cause.PRECISION, "precision"), engines.formats_apart),
+    Cause.STALE_KV: system.disagreement(Cause.STALE_KV, Cause.STALE_KV.value),
     Cause.SAMPLER: system.sampler,
     Cause.REPEATED_SAMPLES: _first_of(system.repeated_samples, engines.repeated_samples),
     Cause.LOW_PROBABILITY_TAIL: system.disagreement(Cause.LOW_PROBABILITY_TAIL, Cause.LOW_PROBABILITY_TAIL.value),
@@ -160,7 +159,7 @@ def _before(finding: Finding, other: Finding) -> bool:
     worse and began earlier, so it is no consequence; or `other` is what it leads to, and did not begin before it."""
     if Severity.INFO in (finding.severity, other.severity):
         return False
-    if finding.cause in DISAGREEMENT and other.layer == 2:
+    if finding.cause in DISAGREEMENT and (other.layer == 2 or (other.layer == 3 and finding.since < other.since)):
         return True
     if finding.severity.rank > other.severity.rank and finding.since < other.since:
         return True

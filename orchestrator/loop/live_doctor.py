@@ -42,6 +42,7 @@ OF_INTEREST = frozenset(
             "gradloc",
             "consistency_finding",
             "consistency_drift",
+            "consistency_baseline",
             "sampler_differs",
             "samples_repeat",
             "routing_incomplete",

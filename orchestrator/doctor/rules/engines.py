@@ -13,6 +13,8 @@ REPEATS = 0.2
 """By which the share of equal samples lies above what their probabilities say."""
 CUT = 0.1
 """Share of answers that ended by length below the limit."""
+FORMATS_GAP = 1e-3
+"""Mean |difference| of a replica's log-probs when the run began, in nats a token, that float32 does not make."""
 SAME_WEIGHTS_GAP = 0.05
 """Mean |difference| of log-probs, in nats a token, between a trainer and tokens sampled by its very weights: number
 formats make a few thousandths."""
@@ -46,6 +48,31 @@ def answers_cut(record: Record) -> Finding | None:
         found.since,
         f"{found.level:.0%} of the answers end by length below sampling.max_new_tokens (mean length {length:.3g})",
         (newest(record, "length_cut_fraction", ("mean", found.level), ("limit", CUT)),),
+    )
+
+
+def formats_apart(record: Record) -> Finding | None:
+    """Replicas and trainer lay apart from the start, as other number formats make them: worth knowing, once."""
+    apart = [one for one in record.of_kind("consistency_baseline") if one.number("mean_abs_nats") >= FORMATS_GAP]
+    if not apart:
+        return None
+    worst = max(apart, key=lambda one: one.number("mean_abs_nats"))
+    gap, own = worst.number("mean_abs_nats"), worst.number("trainer_rounding_nats")
+    rounding = f", {own:.2g} of it the trainer's own rounding" if own == own else ""
+    return Finding(
+        Cause.PRECISION,
+        Severity.INFO,
+        worst.step,
+        f"engine and trainer lie {gap:.2g} nats a token apart from the start{rounding}: other number formats",
+        (
+            Evidence(
+                "consistency_baseline",
+                worst.step,
+                worst.step,
+                (("mean gap in nats", gap), ("limit", FORMATS_GAP)),
+                f"replica {worst.text('replica')}",
+            ),
+        ),
     )
 
 

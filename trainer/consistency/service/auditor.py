@@ -157,9 +157,12 @@ class Auditor:
         )
 
     def _limits(self, trajectory: Trajectory) -> GapLimits:
-        tag = trajectory.tag
+        """Of the coarser of the two formats: a trainer in bf16 is no nearer to an engine in float32 than the other way
+        round."""
+        tag, trainer = trajectory.tag, self._run.trainer_dtype
+        dtype = trainer if tag.weights_dtype == "float32" else tag.weights_dtype
         return self._config.limits or default_limits(
-            tag.weights_dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic
+            dtype, tag.quantization, self._run.model.is_moe, self._run.deterministic
         )
 
     def _gap(self, facts: ReplicaFacts, scored: Sequence[Scored]) -> ReplicaGap:

@@ -62,3 +62,14 @@ def test_blocks_that_all_have_no_gradient_in_a_step_without_differences_are_not_
     for block in ("embeddings", "layers.0"):
         run.blocks["block_grad_norm", block] = {int(row["step"]): 0.0 for row in run.rows}
     assert causes(run) == []
+
+
+def test_a_bf16_trainer_against_a_float32_engine_is_one_info_with_the_measured_gap():
+    run = healthy(0)
+    for replica in range(3):
+        run.event("consistency_baseline", 1, replica=replica, mean_abs_nats=0.012, trainer_rounding_nats=0.011)
+    found = diagnose(run.record())
+    assert found.primary is None and found.untrusted == ()
+    precision = [one for one in found.findings if one.cause is Cause.PRECISION]
+    assert [one.severity for one in precision] == [Severity.INFO]
+    assert "0.012 nats" in precision[0].summary and "0.011" in precision[0].summary

@@ -143,6 +143,16 @@ def test_a_first_audit_of_a_bf16_trainer_measures_it_against_its_own_float32():
         assert report.gaps[0].trainer_rounding == expected
 
 
+@pytest.mark.parametrize(("trainer_dtype", "accepted"), [("bfloat16", True), ("float32", False)])
+def test_a_bf16_trainer_against_a_float32_engine_is_held_to_the_limits_of_bf16(trainer_dtype: str, accepted: bool):
+    scorer = ScriptedScorer(lambda t, o: 0.01)
+    auditor = scripted_auditor(ConsistencyConfig(), scorer, trainer_dtype=trainer_dtype)
+    context = AuditContext(committed=frozenset((BASE,)), replicas=(facts(baseline=0.009),))
+    report, _ = auditor.audit(build_stored([build_group()]), context, "verdict")
+    assert (set(report.groups[0].verdicts) == {Verdict.ACCEPT}) is accepted
+    assert (report.gaps[0].attribution is None) is accepted
+
+
 def test_an_audit_does_not_lift_what_the_gradient_search_quarantined():
     group = build_group()
     culprit = build_culprit(trajectory_id=group.trajectories[1].trajectory_id, position=5)
