@@ -62,10 +62,12 @@ def score_change(record: Record, first_step: int, last_step: int) -> Change | No
     every = lines(record)
     points = every[-1].points if every else ()
     middle = (first_step + last_step) / 2
-    begin = [p for p in points if p.number("version") <= min(first_step + NEAR_STEPS, middle)]
-    end = [p for p in points if p.number("version") >= max(last_step - 2 * NEAR_STEPS, middle)]
-    if not begin or not end or begin[-1] is end[-1]:
+    early = [point for point in points if point.number("version") < middle]
+    late = [point for point in points if point.number("version") >= middle]
+    if not early or not late:
         return None
+    begin = [point for point in early if point.number("version") <= first_step + NEAR_STEPS] or early[:1]
+    end = [point for point in late if point.number("version") >= last_step - 2 * NEAR_STEPS] or late[-1:]
     (before, before_error), (after, after_error) = (
         _mean(np.array([p.number("score") for p in side]), _errors(side)) for side in (begin[-AROUND:], end[-AROUND:])
     )

@@ -18,7 +18,8 @@ class Cause(StrEnum):
     REWARD_FAILURES = "reward_failures"
     """The reward function raises, times out, or returns no number."""
     REWARD_INVERTED = "reward_inverted"
-    """The training reward rises while the evaluation falls, and no growth of length explains it."""
+    """The evaluation falls while the training reward rises, or falls far while it stands, and no growth of length
+    explains it."""
     LENGTH_REWARD = "length_reward"
     """The reward follows the length of the answer instead of its quality."""
     LENGTH_GROWTH = "length_growth"

@@ -37,7 +37,7 @@ def easy_prompts(record: Record) -> Finding | None:
     every = lines(record)
     if solved.size < WINDOW or not every or min(level(solved), level(alike)) < EASY_SHARE:
         return None
-    if length_reward(record) is not None or reward_inverted(record) is not None:
+    if length_reward(record) is not None or reward_inverted(record) is not None or _by_heart(record):
         return None
     point, reward = every[-1].points[-1], level(record.column("reward_mean")[-WINDOW:])
     score, version = point.number("score"), int(point.number("version"))
@@ -54,6 +54,12 @@ def easy_prompts(record: Record) -> Finding | None:
             Evidence("eval_score", version, version, (("score", score), ("training reward", reward))),
         ),
     )
+
+
+def _by_heart(record: Record) -> bool:
+    """Whether prompts are few and were not solved from the start: what is solved now is known by heart."""
+    few = level(record.column("distinct_prompts")[-WINDOW:]) < FEW_PROMPTS
+    return few and level(record.column("all_correct_groups")[:FIRST]) < EASY_SHARE
 
 
 def hard_prompts(record: Record) -> Finding | None:

@@ -88,7 +88,8 @@ def _best(record: Record) -> tuple[Change, int] | None:
     means = rolling(rewards, WINDOW)
     at = int(np.argmax(means[: means.size - WINDOW]))
     first, last = rewards[at : at + WINDOW], rewards[-WINDOW:]
-    error = float(np.sqrt((first.var(ddof=1) + last.var(ddof=1)) / WINDOW))
+    # By differences from row to row: a fall within the window is no noise.
+    error = float(np.sqrt((np.square(np.diff(first)).mean() + np.square(np.diff(last)).mean()) / 2.0 / WINDOW))
     below = np.flatnonzero(means[at:] < means[at] - ERRORS * error / np.sqrt(2.0))
     begun = at + int(below[0]) if below.size else rewards.size - WINDOW
     return Change(before=float(first.mean()), after=float(last.mean()), error=error), int(record.steps[begun])

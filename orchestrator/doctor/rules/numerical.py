@@ -1,12 +1,14 @@
 """Layer 3: numerical updates."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from orchestrator.doctor.findings import Evidence, Finding, Severity, counted
 from orchestrator.doctor.trends import level
 from orchestrator.doctor.windows import WINDOW, held, newest
 from orchestrator.metrics.causes import Cause
-from orchestrator.run_dir.record import Record, Values
+from orchestrator.run_dir.record import Record, RunEvent, Values
 
 RECENT = 50
 """Rows in which a single event still counts."""
@@ -47,6 +49,8 @@ def non_finite(record: Record) -> Finding | None:
     if events:
         reasons = "; ".join(sorted({event.text("reason") for event in events}))
         summary = f"{counted(len(events), 'step')} {'was' if len(events) == 1 else 'were'} skipped ({reasons})"
+        if kept := _kept_batch(record, events):
+            summary += f"; `concord replay RUN {kept}` runs the batch of the first that is kept"
         series = [("step_skipped", len(events))]
     else:
         summary = f"{' and '.join(broken)} not finite in {counted(bad.size, 'step')}"
@@ -58,6 +62,17 @@ def non_finite(record: Record) -> Finding | None:
         summary,
         tuple(Evidence(name, first, record.last_step, (("steps", float(count)),)) for name, count in series),
     )
+
+
+def _kept_batch(record: Record, skipped: Sequence[RunEvent]) -> str:
+    """Folder of the oldest batch of these steps that no later one displaced; empty where none is kept."""
+    gone = {
+        name
+        for event in record.of_kind("step_skipped", "gradloc")
+        for name in event.text("removed").split(", ")
+        if event.text("removed")
+    }
+    return next((event.text("saved") for event in skipped if event.text("saved") not in {"", *gone}), "")
 
 
 def _spikes(values: Values) -> list[tuple[int, float]]:

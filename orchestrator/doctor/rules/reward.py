@@ -22,6 +22,8 @@ FOLLOWS = 0.3
 """An evaluation that rises by this share of the training reward's rise follows it."""
 LEAST_FALL = 0.1
 """Fall of the evaluation that counts."""
+LEAST_LOSS = 0.2
+"""Fall of the evaluation that counts while the training reward only stands."""
 LENGTH_GROWTH = 1.3
 """Growth of the mean length that counts beside a reward that the evaluation does not follow."""
 TIED_ERRORS = 2.0
@@ -55,6 +57,16 @@ def _overstated(record: Record) -> Comparison | None:
     follows = both.score.size > FOLLOWS * both.reward.size
     above = both.reward.after > both.last_score + SCORE_ERRORS * both.score.error
     return both if rises and apart and above and not follows else None
+
+
+def _evaluation_lost(record: Record) -> Comparison | None:
+    """The evaluation falls far while the training reward stands: not so on a handful of prompts."""
+    both = compared(record, LEAST_EVALUATIONS)
+    if both is None or level(record.column("distinct_prompts")[-WINDOW:]) < FEW_PROMPTS:
+        return None
+    stands = not both.reward.falls(TIED_ERRORS) and both.reward.size > -LEAST_RISE * level(record.column("reward_std"))
+    lost = both.ends.falls(REWARD_ERRORS) and -both.ends.size >= LEAST_LOSS
+    return both if stands and lost else None
 
 
 def _reward_and_score(both: Comparison) -> tuple[Evidence, ...]:
@@ -104,7 +116,7 @@ def length_reward(record: Record) -> Finding | None:
 def _against_evaluation(cause: Cause, both: Comparison, went: str) -> Finding:
     """Training reward up, and the evaluation `went` otherwise."""
     summary = (
-        f"the training reward rose from {both.reward.before:.2f} to {both.reward.after:.2f}{went} from "
+        f"the training reward went from {both.reward.before:.2f} to {both.reward.after:.2f}{went} from "
         f"{both.first_score:.2f} to {both.last_score:.2f}"
     )
     return Finding(cause, Severity.CRITICAL, both.first_step, summary, _reward_and_score(both))
@@ -112,7 +124,7 @@ def _against_evaluation(cause: Cause, both: Comparison, went: str) -> Finding:
 
 def reward_inverted(record: Record) -> Finding | None:
     """Training reward up, evaluation down, length not the reason."""
-    both = _overstated(record)
+    both = _overstated(record) or _evaluation_lost(record)
     if both is None or length_reward(record) is not None:
         return None
     if not any(fall.falls(SCORE_ERRORS) and -fall.size >= LEAST_FALL for fall in (both.score, both.ends)):

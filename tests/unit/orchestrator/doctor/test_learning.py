@@ -80,3 +80,35 @@ def test_a_reward_below_a_greedy_evaluation_is_no_warning(environment: str, top_
     found = diagnose(run.record())
     assert Cause.REWARD_OFF_EVALUATION in [one.cause for one in found.findings]
     assert (found.primary is not None) is primary
+
+
+def test_a_reward_that_is_lost_within_the_first_ten_rows_falls_too():
+    """Within the window the rewards differ because they fall, not by chance."""
+    run = healthy(0, 40)
+    steady(run, lambda t: 0.4)
+    for row, reward in zip(run.rows, (0.28, 0.36, 0.47, 0.25, 0.17, 0.22, 0.08, 0.14, 0.03, 0.03), strict=False):
+        row["reward_mean"] = reward
+    for row in run.rows[10:]:
+        row |= {"reward_mean": 0.0, "reward_std": 0.05, "zero_variance_groups": 1.0, "all_wrong_groups": 1.0}
+    run.events.clear()
+    primary = diagnose(run.record()).primary
+    assert primary is not None and primary.cause is Cause.REWARD_FALLS
+
+
+def test_an_evaluation_that_is_lost_while_the_training_reward_stands_is_an_inverted_reward():
+    run = healthy(0)
+    steady(run, lambda t: 0.68 + 0.05 * t)
+    rescore(run, lambda t: max(0.05, 0.6 - 2.0 * t))
+    primary = diagnose(run.record()).primary
+    assert primary is not None and (primary.cause, primary.severity) == (Cause.REWARD_INVERTED, Severity.CRITICAL)
+
+
+def test_few_prompts_that_are_solved_by_heart_are_few_and_not_easy():
+    run = healthy(0)
+    run.set("distinct_prompts", lambda t: 0.1)
+    run.set("all_correct_groups", lambda t: min(0.97, 4 * t))
+    run.set("zero_variance_groups", lambda t: min(0.97, 4 * t))
+    run.set("reward_mean", noisily(lambda t: min(0.99, 0.4 + 2 * t), 0.01))
+    rescore(run, lambda t: 0.3)
+    primary = diagnose(run.record()).primary
+    assert primary is not None and primary.cause is Cause.FEW_PROMPTS

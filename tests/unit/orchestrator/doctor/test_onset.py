@@ -2,7 +2,7 @@
 
 import pytest
 from support.loop.doctor_runs import MadeUpRun, healthy, rescore
-from support.loop.doctor_scenarios import noisily, nothing_is_learned, steady
+from support.loop.doctor_scenarios import gap_by, gradient_spikes, noisily, nothing_is_learned, steady
 
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.doctor.findings import Severity
@@ -47,3 +47,11 @@ def test_a_block_that_is_frozen_from_the_start_stands_before_that_nothing_is_lea
         run.blocks["block_grad_norm", block] = {int(row["step"]): norm for row in run.rows}
     found = [one.cause for one in diagnose(run.record()).findings if one.severity is not Severity.INFO]
     assert found == [Cause.FROZEN_BLOCK, Cause.NOTHING_LEARNED]
+
+
+def test_a_disagreement_stands_before_a_spike_that_came_after_it():
+    run = healthy(0)
+    gap_by("unknown")(run)
+    gradient_spikes(run)
+    found = [one.cause for one in diagnose(run.record()).findings if one.severity is not Severity.INFO]
+    assert found == [Cause.UNKNOWN_GAP, Cause.GRADIENT_SPIKE]

@@ -66,6 +66,14 @@ def test_a_step_that_was_skipped_on_request_is_not_called_non_finite():
     assert diagnose(run.record()).primary is None
 
 
+def test_a_skipped_step_names_a_batch_that_is_still_there():
+    run = healthy(0)
+    for number, (saved, removed) in enumerate((("30", ""), ("30-2", "30"), ("30-3", ""))):
+        run.event("step_skipped", 100 + number, reason="non-finite loss (nan)", saved=saved, removed=removed)
+    primary = diagnose(run.record()).primary
+    assert primary is not None and "`concord replay RUN 30-2`" in primary.summary
+
+
 def test_a_spike_names_the_token_that_a_search_found():
     run = healthy(0)
     gradient_spikes(run)
