@@ -185,8 +185,8 @@ FLEET = Dashboard(
                         ("concord_replica_canary_gap_nats", "gap {{replica}}"),
                         ("concord_replica_canary_tolerance_nats", "tolerance {{replica}}"),
                     ),
-                    alerts=("ConcordCanaryGap",),
                 ),
+                by("Failed canaries", "concord_canary_failures_total", "replica", alerts=("ConcordCanaryGap",)),
                 by(
                     "Other bytes than published",
                     "concord_digest_mismatches_total",

@@ -27,6 +27,7 @@ LEFT_OUT: Mapping[str, str] = {
     "concord_last_step_age_seconds": "0 whenever a step ends",
     "concord_start_timestamp_seconds": "trackers give every point a time of their own",
     "concord_run_info": "never changes: it is in the config",
+    "concord_batch_groups": "never changes: it is in the config",
     "concord_max_staleness": "never changes: it is in the config",
     "concord_dispatched_groups_total": "`dispatched` has it for the whole run",
     "concord_trained_groups_total": "`trained` has it for the whole run",

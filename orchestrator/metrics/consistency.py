@@ -274,6 +274,9 @@ class Agreement(CatalogueSection, layer=4):
     """Gap above which a canary has failed: 3 x the replica's own gap at its start."""
     digest_mismatches = counter("updates", lambda now: by_replica(now, lambda one: one.digest_mismatches), REPLICA)
     """Weight updates of which a replica received other bytes than were published."""
+    canary_failures = counter("updates", lambda now: by_replica(now, lambda one: one.canary_failures), REPLICA)
+    """Weight updates after which the replica's canary was outside its tolerance. The replica is replaced at once, and
+    its gap goes with it; this stays."""
     verdicts = counter(
         "trajectories",
         lambda now: _audited(now, by(VERDICTS, now.audits.verdicts)),

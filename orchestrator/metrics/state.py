@@ -52,6 +52,7 @@ class ReplicaState(Protocol):
     applied: Final[PolicyVersion | None]
     tolerance_nats: Final[float]
     digest_mismatches: Final[int]
+    canary_failures: Final[int]
 
     @property
     def canary_gap_nats(self) -> float:
@@ -160,6 +161,7 @@ class Moment:
     facts: LabelValues = ()
     """What the config says, in the order of `orchestrator.metrics.system.FACTS`."""
     max_staleness: int = 0
+    batch_groups: int = 0
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
     """Resident bytes by actor."""
 

@@ -167,6 +167,8 @@ class System(CatalogueSection, layer=4):
         *(Label(name=one, extent=Extent.FACTS) for one in FACTS),
     )
     """Always 1: what the config says, in its labels."""
+    batch_groups = gauge("groups", lambda now: single(now.batch_groups))
+    """Groups that a step needs."""
     max_staleness = gauge("steps", lambda now: single(now.max_staleness))
     """eta: a token older than this is not trained on."""
     step_duration_seconds = histogram("seconds", STEP_EDGES_S)

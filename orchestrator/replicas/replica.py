@@ -36,6 +36,8 @@ class Replica:
         """host:port of the engine's own metrics; empty where it has none, and while it is dead."""
         self.digest_mismatches = 0
         """Updates of which it received other bytes than were published, over all incarnations."""
+        self.canary_failures = 0
+        """Updates after which its canary was outside the tolerance, over all incarnations."""
         self.load = IDLE
         self._earlier = IDLE
         self._update = asyncio.Lock()
@@ -110,6 +112,13 @@ class Replica:
     def answered(self, gap_nats: float) -> None:
         """A canary, so far from the trainer's answer."""
         self._canary_gaps[self.incarnation] = gap_nats
+
+    def is_verified(self, gap_nats: float) -> bool:
+        """Whether its canary after an update, so far from the trainer's answer, is within its tolerance."""
+        self.answered(gap_nats)
+        within = gap_nats <= self.tolerance_nats
+        self.canary_failures += not within
+        return within
 
     def reports(self, load: EngineLoad) -> None:
         """What it is doing."""

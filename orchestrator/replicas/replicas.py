@@ -117,8 +117,7 @@ class Replicas:
                     f"{manifest.digest[:12]} as {manifest.policy.key}"
                 )
             gap = canary_gap(manifest, answer.canary_logprobs)
-            replica.answered(gap)
-            if not gap <= replica.tolerance_nats:
+            if not replica.is_verified(gap):
                 raise WeightSyncError(
                     f"{replica.name} answered the canary of {manifest.policy.key} {gap:.3g} nats a token away from the "
                     f"trainer (tolerance {replica.tolerance_nats:.3g}, 3 x its gap at start): its bytes agree, what it "

@@ -45,6 +45,7 @@ class LiveSignals:
             self._signals.moment(),
             environment=self._config.environment.type,
             facts=facts_of(self._config),
+            batch_groups=self._config.run.batch_groups,
             max_staleness=self._config.staleness.max_staleness,
             memory=self._memory.now,
         )

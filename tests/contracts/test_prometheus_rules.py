@@ -33,6 +33,70 @@ def test_a_rule_selects_by_declared_labels_and_values_only(name: str):
             assert value in values[label], (sample, label, value)
 
 
+MULTIPLES = ("concord_replica_baseline_multiple_ratio", "concord_replica_slowness_ratio")
+"""Ratios that are no shares."""
+STEP = re.compile(r"(?P<first>-?[\d.]+(?:e-?\d+)?)(?:(?P<change>[+-][\d.]+))?(?:x(?P<times>\d+))?$")
+INPUTS = [(test["name"], each["series"], each["values"]) for test in rule_tests() for each in test["input_series"]]
+
+
+def values_of(text: str) -> list[float]:
+    """The values that promtool makes of its short notation, but for those that are missing."""
+    found: list[float] = []
+    for part in text.split():
+        if part not in ("stale", "_"):
+            step = STEP.match(part)
+            assert step is not None, part
+            change, times = float(step["change"] or 0.0), int(step["times"] or 0)
+            found += [float(step["first"]) + change * place for place in range(times + 1)]
+    return found
+
+
+def impossible(series: str, text: str) -> str:
+    """Why no run could ever show this; empty where one could."""
+    name, _, rest = series.partition("{")
+    metric, values = metric_of(name), values_of(text)
+    if metric is None:
+        return "" if name in RECORDED or name in ("up", "ALERTS") else "not declared"
+    for label, value in re.findall(r'(\w+)="([^"]*)"', rest):
+        declared = next((each.values for each in metric.labels if each.name == label), ())
+        if declared and value not in declared:
+            return f"{label} is never {value}"
+    if metric.unit == "ratio" and metric.type is MetricType.GAUGE and metric.name not in MULTIPLES and max(values) > 1:
+        return "a share above 1"
+    if metric.unit == "bool" and set(values) - {0.0, 1.0}:
+        return "neither yes nor no"
+    if metric.type is MetricType.COUNTER and values != sorted(values):
+        return "a counter that falls"
+    signed = metric.unit in ("reward", "loss") or "timestamp" in name  # promtool's clock begins at 0
+    return "below 0" if min(values) < 0 and not signed else ""
+
+
+def test_rules_are_tested_with_values_that_a_run_can_produce():
+    """An alert that fires in its test only is worse than none."""
+    assert not [(test, series, why) for test, series, text in INPUTS if (why := impossible(series, text))]
+
+
+@pytest.mark.parametrize(
+    ("series", "text"),
+    [
+        ('concord_clip_low_ratio{run="r"}', "0.2 1.4x3"),
+        ('concord_replica_up{replica="0"}', "0.5x3"),
+        ('concord_steps_total{outcome="skipped"}', "0+1x3 2"),
+        ('concord_steps_total{outcome="lost"}', "0x3"),
+        ("concord_never_heard_of", "1"),
+        ("concord_step_seconds", "-1x3"),
+    ],
+)
+def test_a_value_that_no_run_can_produce_is_found(series: str, text: str):
+    assert impossible(series, text)
+
+
+def test_every_alert_but_the_one_for_that_is_silent_while_its_run_does_not_answer():
+    """Averages and increases reach back: without this they go on for minutes after a run has ended."""
+    ends = [name for name, rule in ALERTS.items() if rule["expr"].endswith(") and on (instance, job, run) up == 1")]
+    assert set(ALERTS) - set(ends) == {"ConcordRunUnreachable"}
+
+
 def carries_its_layer(expression: str) -> bool:
     """Whether the series themselves say which layer they are of."""
     return all(
