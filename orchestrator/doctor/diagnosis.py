@@ -46,7 +46,7 @@ RULES: Mapping[Cause, Rule] = {
     Cause.REWARD_DETACHED: reward.reward_detached,
     Cause.REWARD_OFF_EVALUATION: reward.reward_off_evaluation,
     Cause.FEW_PROMPTS: difficulty.few_prompts,
-    Cause.SOLVED: reward.solved,
+    Cause.SOLVED: difficulty.solved,
     Cause.POLICY_COLLAPSE: policy.policy_collapse,
     Cause.REWARD_FALLS: learning.reward_falls,
     Cause.ENTROPY_RISES: learning.entropy_rises,

@@ -30,8 +30,8 @@ class Cause(StrEnum):
     HARD_PROMPTS = "hard_prompts"
     """Nearly no sample of a trained prompt is right: nothing can be learned."""
     WRONG_DIFFICULTY = "wrong_difficulty"
-    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost or solved from the start and the
-    reward does not rise, else `info`."""
+    """The mean pass rate lies outside 30 to 70 %: `warn` where most groups are lost from the start and the reward
+    does not rise, else `info`. Where most groups are solved, that is `solved`."""
     FLAT_REWARD = "flat_reward"
     """Samples of most groups get the same reward, neither all right nor all wrong: the reward does not
     distinguish answers."""
@@ -46,7 +46,8 @@ class Cause(StrEnum):
     FEW_PROMPTS = "few_prompts"
     """The same few prompts are trained on again and again."""
     SOLVED = "solved"
-    """Entropy falls because most groups are solved: what learning looks like near its end."""
+    """Most groups are solved by every sample, or entropy falls on the way there: what learning looks like near its end,
+    or prompts in which little was left to learn."""
     POLICY_COLLAPSE = "policy_collapse"
     """KL rises and entropy falls together (`info` while the reward rises with it), or the reward is lost in a leap of
     KL: the policy moves too far a step."""

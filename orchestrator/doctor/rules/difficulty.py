@@ -3,9 +3,15 @@
 from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Evidence, Finding, Severity
 from orchestrator.doctor.rules.policy import FIRST, lost
-from orchestrator.doctor.rules.reward import REWARD_ERRORS, SCORE_ERRORS, length_reward, reward_inverted
+from orchestrator.doctor.rules.reward import (
+    REWARD_ERRORS,
+    SCORE_ERRORS,
+    length_reward,
+    reward_detached,
+    reward_inverted,
+)
 from orchestrator.doctor.trends import change, level, since
-from orchestrator.doctor.windows import WINDOW, held, newest
+from orchestrator.doctor.windows import WINDOW, held, moved, newest
 from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.record import Record
 
@@ -29,6 +35,10 @@ FEW_PROMPTS = 0.5
 """Share of different prompts among the newest groups, below which they are few."""
 UNSOLVED_SHARE = 0.2
 """Share of groups without any difference that are not solved: with fewer, the policy is simply right."""
+ENTROPY_FALL = 0.6
+"""Entropy over what it was, below which it has fallen."""
+SOLVED_SHARE = 0.3
+"""Rise of the share of solved groups that explains a fall of entropy."""
 
 
 def easy_prompts(record: Record) -> Finding | None:
@@ -95,9 +105,33 @@ def flat_reward(record: Record) -> Finding | None:
     )
 
 
+def solved(record: Record) -> Finding | None:
+    """Most groups are solved by every sample, and no evaluation speaks against it: what learning looks like near its
+    end, or prompts in which nothing was left to learn from the start. Or entropy falls on the way there."""
+    rewards, right = record.column("reward_mean"), record.column("all_correct_groups")
+    entropy, rise = change(record.column("policy_entropy"), WINDOW), change(right, WINDOW)
+    falls = entropy is not None and rise is not None and entropy.ratio <= ENTROPY_FALL and rise.size >= SOLVED_SHARE
+    now = held(record, right, (right >= EASY_SHARE) & (rewards > MOST_PASS))
+    if now is None and not falls:
+        return None
+    against = (easy_prompts, length_reward, reward_inverted, reward_detached)
+    if lost(record) or any(rule(record) is not None for rule in against):
+        return None
+    first, last = level(right[:FIRST]), level(right[-WINDOW:])
+    told = f"{last:.0%} of the trained groups are solved by every sample (mean reward {level(rewards[-WINDOW:]):.2f})"
+    evidence = [newest(record, "all_correct_groups", ("at the start", first), ("now", last), ("limit", EASY_SHARE))]
+    if first >= EASY_SHARE:
+        told += ", most of them from the start: there was little left to learn"
+    if entropy is not None and falls:
+        told += f"; entropy fell from {entropy.before:.2f} to {entropy.after:.2f} nats on the way"
+        evidence.append(moved(record, "policy_entropy", entropy))
+    begun = int(record.steps[0]) if now is None else now.since
+    return Finding(Cause.SOLVED, Severity.INFO, begun, told, tuple(evidence))
+
+
 def wrong_difficulty(record: Record) -> Finding | None:
-    """The mean pass rate lies outside 30 to 70 %; a warning where most groups are lost or solved from the start, and
-    the reward does not rise."""
+    """The mean pass rate lies outside 30 to 70 %, and groups are not simply solved; a warning where most are lost from
+    the start, and the reward does not rise."""
     rewards = record.column("reward_mean")
     low = level(rewards[-WINDOW:]) < LEAST_PASS
     outside = (rewards < LEAST_PASS) | (rewards > MOST_PASS)
@@ -106,8 +140,8 @@ def wrong_difficulty(record: Record) -> Finding | None:
     if found is None or explained or not 0.0 <= found.level <= 1.0:
         return None
     reward = change(rewards, WINDOW)
-    if lost(record):
-        return None  # the policy, not the prompts chosen wrongly
+    if lost(record) or solved(record) is not None:
+        return None  # the policy, not the prompts chosen wrongly; or nothing is wrong
     name, limit = ("all_wrong_groups", HARD_FROM_START) if low else ("all_correct_groups", EASY_SHARE)
     ends = [level(record.column(name)[part]) for part in (slice(FIRST), slice(-WINDOW, None))]
     if max(level(record.column(which)[-WINDOW:]) for which in ("all_wrong_groups", "all_correct_groups")) <= 0:

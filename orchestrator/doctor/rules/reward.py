@@ -34,12 +34,8 @@ LEAST_CORRELATIONS = 5
 """Steps with a correlation at all: where every answer reaches the limit there is none."""
 FEW_PROMPTS = 0.5
 """Share of different prompts among the newest groups, below which a rising reward may be memory."""
-ENTROPY_FALL = 0.6
-"""Entropy over what it was, below which it has fallen."""
 OFF = 0.15
 """By which training reward and evaluation must lie apart, in both halves of the run."""
-SOLVED_SHARE = 0.3
-"""Rise of the share of solved groups that explains a fall of entropy."""
 
 
 def _overstated(record: Record) -> Comparison | None:
@@ -192,21 +188,3 @@ def _above_reward(record: Record, line: Line) -> tuple[Values, Values]:
             found.append((point.number("score") - level(near), float(np.hypot(error, near.std() / near.size**0.5))))
     values = np.array(found, dtype=np.float64).reshape(-1, 2)
     return values[:, 0], values[:, 1]
-
-
-def solved(record: Record) -> Finding | None:
-    """Entropy falls because groups are solved: learning, and no alarm."""
-    entropy, right = (
-        change(record.column("policy_entropy"), WINDOW),
-        change(record.column("all_correct_groups"), WINDOW),
-    )
-    if entropy is None or right is None or entropy.ratio > ENTROPY_FALL or right.size < SOLVED_SHARE:
-        return None
-    return Finding(
-        Cause.SOLVED,
-        Severity.INFO,
-        int(record.steps[0]),
-        f"entropy fell from {entropy.before:.2f} to {entropy.after:.2f} nats as solved groups rose from "
-        f"{right.before:.0%} to {right.after:.0%}",
-        (moved(record, "policy_entropy", entropy), moved(record, "all_correct_groups", right)),
-    )

@@ -149,15 +149,27 @@ def test_kl_up_and_entropy_down_with_a_better_reward_is_only_info(evaluated: boo
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_prompts_that_were_solved_from_the_start_are_of_the_wrong_difficulty(evaluated: bool):
+def test_a_run_that_is_solved_from_the_start_is_solved_and_nothing_worse(evaluated: bool):
     run = healthy(0)
     events = run.events[:]
     groups_of(wrong=0.0, right=0.9, reward=0.98)(run)
     if evaluated:
         run.events = events
         rescore(run, lambda t: 0.98)
-    primary = diagnose(run.record()).primary
-    assert primary is not None and (primary.cause, primary.severity) == (Cause.WRONG_DIFFICULTY, Severity.WARN)
+    found = diagnose(run.record())
+    assert [(f.cause, f.severity) for f in found.findings if f.cause is not Cause.TRAINER_WAITS] == [
+        (Cause.SOLVED, Severity.INFO)
+    ]
+    assert "90% of the trained groups are solved by every sample (mean reward 0.98), most of them from the start" in (
+        found.findings[0].summary
+    )
+
+
+def test_a_reward_that_every_answer_gets_and_no_evaluation_confirms_is_not_called_solved():
+    run = healthy(0)
+    reward_flips(run)
+    run.set("all_correct_groups", lambda t: 0.9 * t)
+    assert Cause.SOLVED not in [f.cause for f in diagnose(run.record()).findings]
 
 
 @pytest.mark.parametrize(("wrong", "right"), [(0.85, 0.0), (0.475, 0.475)])
