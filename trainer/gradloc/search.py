@@ -213,7 +213,8 @@ class StepSearch:
         else:
             norms = [float(np.max(of_ranks)) for of_ranks in known]
             firing = [m for m in range(table.num_micro_batches) if self._ranks_over(m, known)]
-        self._budget.reserve(1)  # a hit is worth little unless it is confirmed
+        if not self._non_finite:
+            self._budget.reserve(1)  # a hit is worth little unless it is confirmed
         for micro_batch in sorted(firing, key=lambda m: -size_of_norm(norms[m])):
             self._search_ranks(micro_batch, known)
             if self._stopped:

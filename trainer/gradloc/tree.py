@@ -80,10 +80,6 @@ class PassBudget:
         """Note that something was not done."""
         self.refused = True
 
-    def give_back(self, passes: int) -> None:
-        """They were taken and not needed."""
-        self.used -= passes
-
 
 @dataclass(frozen=True, slots=True)
 class Hit:
@@ -113,26 +109,33 @@ class TreeSearch:
         """Leaves over the threshold, as they are found, until the budget refuses; between two of them the caller may do
         as it likes with the probe."""
         while self._stack:
-            measured = self._measured(self._stack[-1])
-            if measured is None:
+            segment = self._stack[-1]
+            parts = segment.halves() if segment.size > 1 else (segment,)
+            measured = self._measured(parts)
+            if not measured:
                 return
-            self._stack.pop()
+            self._stack[-1:] = parts[len(measured) :]
             self.measured_leaves.update(part.start for part, _ in measured if part.size == 1)
             firing = [(part, norm) for part, norm in measured if self._leaves.fires(norm, part)]
             inner = sorted(firing, key=lambda one: size_of_norm(one[1]))
             self._stack += [part for part, _ in inner if part.size > 1]
             yield from [Hit(part.start, norm) for part, norm in firing if part.size == 1]
 
-    def _measured(self, segment: Segment) -> list[tuple[Segment, float]] | None:
-        """Norms of its halves, or of itself where it is a leaf; None where the budget refuses."""
-        parts = segment.halves() if segment.size > 1 else (segment,)
-        if not self._budget.spend(sum(self._leaves.cost(part) for part in parts)):
-            return None
-        first = self._leaves.norm(parts[0])
-        if self._non_finite and math.isfinite(first) and parts[-1].size > 1:
-            self._budget.give_back(self._leaves.cost(parts[-1]))
-            return [(parts[0], first), (parts[-1], math.nan)]
-        return [(parts[0], first), *((part, self._leaves.norm(part)) for part in parts[1:])]
+    def _measured(self, parts: tuple[Segment, ...]) -> list[tuple[Segment, float]]:
+        """Norms of these parts of a suspicious segment, as far as the budget goes: of all or none, unless one alone
+        tells where something is not finite."""
+        if not self._non_finite:
+            affordable = self._budget.spend(sum(self._leaves.cost(part) for part in parts))
+            return [(part, self._leaves.norm(part)) for part in parts] if affordable else []
+        measured: list[tuple[Segment, float]] = []
+        for part in parts:
+            if measured and math.isfinite(measured[0][1]) and part.size > 1:
+                measured.append((part, math.nan))
+            elif self._budget.spend(self._leaves.cost(part)):
+                measured.append((part, self._leaves.norm(part)))
+            else:
+                break
+        return measured
 
 
 def size_of_norm(norm: float) -> float:

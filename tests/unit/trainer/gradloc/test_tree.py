@@ -88,3 +88,15 @@ def test_nan_and_infinity_are_found_by_what_is_not_finite():
 def test_a_search_without_passes_leaves_the_root():
     hits, passes, tree = search(VectorProbe.orthogonal([1, 100], 10.0), budget=1)
     assert (hits, passes.used, passes.refused, tree.left) == ([], 0, True, [Segment(0, 2)])
+
+
+def test_the_last_pass_still_halves_what_is_not_finite():
+    vectors = planted(np.random.default_rng(0), 8, [], 1.0)
+    vectors[6, 0] = np.nan
+    hits, passes, tree = search(VectorProbe(vectors, 24.0, non_finite=True), 1, non_finite=True)
+    assert (hits, passes.used) == ([], 1)
+    assert tree.left == [Segment(4, 8)]
+    vectors[0, 0] = np.nan
+    hits, passes, tree = search(VectorProbe(vectors[:2], 24.0, non_finite=True), 1, non_finite=True)
+    assert ([hit.leaf for hit in hits], passes.used, passes.refused) == ([0], 1, True)
+    assert tree.left == [Segment(1, 2)]
