@@ -103,6 +103,15 @@ def test_a_spike_raises_the_lagged_threshold_by_a_bounded_factor_whatever_its_si
     assert clip.state_dict()["references"]["block"] == pytest.approx(1.1)
 
 
+def test_a_spike_of_ten_raises_the_lagged_threshold_less_than_an_unclipped_update_would():
+    clip, spiked = layerclip("lagged"), False
+    for row in LAYERCLIP["C_lagged_raw"]:
+        threshold = clip.decide([row["g"]]).thresholds[0]
+        assert threshold is None or (threshold < row["tau"] if spiked else threshold == exactly(row["tau"]))
+        spiked = spiked or row["g"] > 1.0
+    assert spiked
+
+
 @pytest.mark.parametrize("clip", [layerclip("lagged", warmup_steps=3), adagc(["block"], warmup_steps=3)])
 def test_steps_without_a_gradient_do_not_freeze_a_block(clip: Clip):
     scales = [scale_of(clip, norm) for norm in (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)]
