@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import StoreError
-from rollout.store.sqlite.database import Row, Transaction
+from rollout.store.sqlite.database import DispatchRow, Transaction
 from rollout.store.sqlite.journal import EventKind
 from rollout.store.sqlite.records import header_of_text, header_text
-from rollout.store.sqlite.segments import Place, SegmentReader, SegmentWriter
+from rollout.store.sqlite.segments import SegmentPlace, SegmentReader, SegmentWriter
 from rollout.types.dispatch import DispatchState
 from rollout.types.trajectory import EncodedGroup, GroupHeader
 
@@ -18,7 +18,7 @@ from rollout.types.trajectory import EncodedGroup, GroupHeader
 def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWriter, epoch: int) -> tuple[str, ...]:
     """dispatched -> ready. The bytes are on disk before the transaction that names them can commit."""
     taken: dict[str, EncodedGroup] = {}
-    accepted: list[Row] = []
+    accepted: list[DispatchRow] = []
     for group, row in zip(groups, work.require([group.header.dispatch_id for group in groups], "put"), strict=True):
         _check(group, row, epoch)
         if row.state is not DispatchState.DISPATCHED or row.dispatch_id in taken:
@@ -44,7 +44,7 @@ def put(work: Transaction, groups: Sequence[EncodedGroup], segments: SegmentWrit
     return tuple(taken)
 
 
-def _check(group: EncodedGroup, row: Row, epoch: int) -> None:
+def _check(group: EncodedGroup, row: DispatchRow, epoch: int) -> None:
     header = group.header
     if (header.prompt_id, header.pass_index) != (row.prompt_id, row.pass_index):
         found, expected = f"{header.prompt_id} in pass {header.pass_index}", f"{row.prompt_id} in pass {row.pass_index}"
@@ -67,13 +67,13 @@ def _check(group: EncodedGroup, row: Row, epoch: int) -> None:
         )
 
 
-def payloads(work: Transaction, rows: Sequence[Row], segments: SegmentReader) -> tuple[NDArray[np.uint8], ...]:
+def payloads(work: Transaction, rows: Sequence[DispatchRow], segments: SegmentReader) -> tuple[NDArray[np.uint8], ...]:
     """The encoded groups of `rows`, in their order."""
     places = work.by_sequence(rows, "SELECT sequence, segment, offset, num_bytes, checksum FROM groups")
-    return tuple(segments.read(Place(*places[row.sequence])) for row in rows)
+    return tuple(segments.read(SegmentPlace(*places[row.sequence])) for row in rows)
 
 
-def headers(work: Transaction, rows: Sequence[Row]) -> list[GroupHeader]:
+def headers(work: Transaction, rows: Sequence[DispatchRow]) -> list[GroupHeader]:
     """The headers of the groups of `rows`, in order of dispatch, without a look at their bytes."""
     texts = work.by_sequence(rows, "SELECT sequence, header FROM groups", "ORDER BY sequence")
     return [header_of_text(text) for (text,) in texts.values()]

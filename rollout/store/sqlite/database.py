@@ -18,7 +18,7 @@ from rollout.types.codec import compact_json
 from rollout.types.dispatch import Counts, DispatchState
 
 
-class Row(NamedTuple):
+class DispatchRow(NamedTuple):
     """What a transition needs to know of a dispatch."""
 
     sequence: int
@@ -74,18 +74,18 @@ class Transaction:
         )
         self._next_number += 1
 
-    def rows(self, dispatch_ids: Iterable[str]) -> dict[str, Row]:
+    def rows(self, dispatch_ids: Iterable[str]) -> dict[str, DispatchRow]:
         """The rows of those ids that exist."""
         return {row.dispatch_id: row for row in self._rows("dispatch_id", dispatch_ids)}
 
-    def rows_in(self, *states: DispatchState) -> list[Row]:
+    def rows_in(self, *states: DispatchState) -> list[DispatchRow]:
         """All dispatches in these states, in order of dispatch."""
         return sorted(self._rows("state", states))
 
-    def _rows(self, column: str, values: Iterable[str]) -> Iterator[Row]:
+    def _rows(self, column: str, values: Iterable[str]) -> Iterator[DispatchRow]:
         return map(_row, self.among(f"SELECT {_ROW_COLUMNS} FROM dispatches", column, values))
 
-    def require(self, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
+    def require(self, dispatch_ids: Sequence[str], doing: str) -> list[DispatchRow]:
         """The rows of these ids, in their order.
 
         Raises:
@@ -102,7 +102,7 @@ class Transaction:
         sql = f"{select} WHERE {column} IN (SELECT value FROM json_each(?)) {order}"
         return self.connection.execute(sql, (compact_json(list(values)),))
 
-    def by_sequence(self, rows: Iterable[Row], select: str, order: str = "") -> dict[int, Any]:
+    def by_sequence(self, rows: Iterable[DispatchRow], select: str, order: str = "") -> dict[int, Any]:
         """What `select` finds for `rows`: its first column, a row's sequence, -> the others."""
         found = self.among(select, "sequence", (row.sequence for row in rows), order)
         return {sequence: values for sequence, *values in found}
@@ -111,7 +111,7 @@ class Transaction:
         """Count one dispatch in `new` instead of `old` (None: it is new), once this transaction has committed."""
         self.moves.append((old, new))
 
-    def move(self, rows: Sequence[Row], state: DispatchState) -> None:
+    def move(self, rows: Sequence[DispatchRow], state: DispatchState) -> None:
         """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as
         trained."""
         for row in rows:
@@ -221,6 +221,6 @@ def _rest(fields: dict[str, object]) -> str:
     return f",{compact_json(fields)[1:]}" if fields else "}"
 
 
-def _row(values: tuple[int, str, str, int | None, str | None, str, int, int]) -> Row:
+def _row(values: tuple[int, str, str, int | None, str | None, str, int, int]) -> DispatchRow:
     sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt = values
-    return Row(sequence, dispatch_id, _STATES[state], step_version, reason, prompt_id, pass_index, attempt)
+    return DispatchRow(sequence, dispatch_id, _STATES[state], step_version, reason, prompt_id, pass_index, attempt)

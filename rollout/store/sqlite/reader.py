@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.store.sqlite.records import DISPATCH_COLUMNS, LEDGER, dispatch_of, ledger_entry
 from rollout.store.sqlite.schema import FILE_NAME, open_for_reading, store_errors
-from rollout.store.sqlite.segments import DIRECTORY, Place, SegmentReader
+from rollout.store.sqlite.segments import DIRECTORY, SegmentPlace, SegmentReader
 from rollout.store.sqlite.tally import Tally, count_slots
 from rollout.types.codec import compact_json, decode
 from rollout.types.dispatch import Counts, Dispatch, DispatchState, LedgerEntry, StepCommit
@@ -77,7 +77,7 @@ class StoreReader:
             "dispatch_id = ?"
         )
         rows = self._all(sql, (dispatch_id,))
-        return decode(self._segments.read(Place(*rows[0]))) if rows else None
+        return decode(self._segments.read(SegmentPlace(*rows[0]))) if rows else None
 
     def events(self, dispatch_id: str) -> tuple[dict[str, Any], ...]:
         """The life of a dispatch: its events in order, each with `number`, `at_s`, `kind` and what that kind adds."""

@@ -29,7 +29,7 @@ _BUFFERS_A_WRITE = 512
 _OPEN_FILES = 16
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Where the bytes of one group are."""
 
     segment: int
@@ -56,7 +56,7 @@ class SegmentWriter:
         self._end = 0
         self._kept = 0
 
-    def append(self, payloads: Sequence[NDArray[np.uint8]]) -> list[Place]:
+    def append(self, payloads: Sequence[NDArray[np.uint8]]) -> list[SegmentPlace]:
         """Write `payloads` behind each other, each on a 64-byte boundary, and answer with their places.
 
         Raises:
@@ -64,10 +64,10 @@ class SegmentWriter:
         """
         if self._file < 0 or self._end >= self._segment_bytes:
             self._open_next()
-        places: list[Place] = []
+        places: list[SegmentPlace] = []
         buffers: list[memoryview] = []
         for payload in payloads:
-            places.append(Place(self._segment, self._end, payload.size, checksum_of(payload)))
+            places.append(SegmentPlace(self._segment, self._end, payload.size, checksum_of(payload)))
             padding = -payload.size % _ALIGNMENT
             buffers += [np.ascontiguousarray(payload).data, memoryview(bytes(padding))]
             self._end += payload.size + padding
@@ -118,7 +118,7 @@ class SegmentReader:
         self._directory = directory
         self._files: OrderedDict[int, int] = OrderedDict()
 
-    def read(self, place: Place) -> NDArray[np.uint8]:
+    def read(self, place: SegmentPlace) -> NDArray[np.uint8]:
         """The payload at `place`, read-only.
 
         Raises:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rollout.errors import StoreError
 from rollout.store.sqlite import arrivals, recovery, transitions
-from rollout.store.sqlite.database import RESERVED_FIELDS, Database, Row, Transaction
+from rollout.store.sqlite.database import RESERVED_FIELDS, Database, DispatchRow, Transaction
 from rollout.store.sqlite.filesystem import refuse_network_file_system
 from rollout.store.sqlite.schema import Durability
 from rollout.store.sqlite.segments import DIRECTORY, SEGMENT_BYTES, SegmentReader, SegmentWriter
 from rollout.types.dispatch import Counts, Dispatch, Ending, LedgerEntry, Readmitted, StepCommit
 from rollout.types.prompts import PromptCursor
-from rollout.types.protocols import Recovery
+from rollout.types.protocols import EventFields, Recovery
 from rollout.types.trajectory import Annotation, EncodedGroup, StoredGroups
 from rollout.types.weights import PolicyVersion
 
@@ -68,7 +68,7 @@ class SqliteStore:
         with self._database.transaction("lease", trainer_epoch) as work:
             return self._groups(work, transitions.lease(work, dispatch_ids))
 
-    def _groups(self, work: Transaction, rows: Sequence[Row]) -> StoredGroups:
+    def _groups(self, work: Transaction, rows: Sequence[DispatchRow]) -> StoredGroups:
         return StoredGroups(
             dispatch_ids=tuple(row.dispatch_id for row in rows),
             payloads=arrivals.payloads(work, rows, self._reader),
@@ -96,7 +96,7 @@ class SqliteStore:
             transitions.commit_version(work, entry)
         return self._database.counts()
 
-    def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+    def record_event(self, kind: str, fields: EventFields) -> None:
         reserved = sorted(RESERVED_FIELDS & fields.keys())
         if reserved:
             raise StoreError(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rollout.errors import StoreError
-from rollout.store.sqlite.database import Row, Transaction
+from rollout.store.sqlite.database import DispatchRow, Transaction
 from rollout.store.sqlite.journal import EventKind
 from rollout.store.sqlite.records import DISPATCH_COLUMNS, dispatch_columns, prompt_of
 from rollout.store.sqlite.tally import Slot
@@ -83,7 +83,7 @@ def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
     """Keep typed bytes with groups; a verdict moves a ready group to audited, and one in another state nowhere."""
     rows = work.require([annotation.dispatch_id for annotation in annotations], "annotate")
     with_group = work.by_sequence(rows, "SELECT sequence FROM groups")
-    audited: dict[str, Row] = {}
+    audited: dict[str, DispatchRow] = {}
     for annotation, row in zip(annotations, rows, strict=True):
         if row.sequence not in with_group:
             raise StoreError(
@@ -98,27 +98,27 @@ def annotate(work: Transaction, annotations: Sequence[Annotation]) -> None:
     work.event_of(list(audited), EventKind.AUDITED)
 
 
-def with_groups(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
+def with_groups(work: Transaction, dispatch_ids: Sequence[str]) -> list[DispatchRow]:
     """The rows of those of `dispatch_ids` that have a group and have not ended, in the order asked."""
     found = work.rows(dispatch_ids)
     held = (*_WAITING, DispatchState.LEASED)
     return [row for i in dispatch_ids if (row := found.get(i)) is not None and row.state in held]
 
 
-def prompts(work: Transaction, rows: Sequence[Row]) -> tuple[Prompt, ...]:
+def prompts(work: Transaction, rows: Sequence[DispatchRow]) -> tuple[Prompt, ...]:
     """What each row was asked."""
     texts = work.by_sequence(rows, "SELECT sequence, prompt FROM dispatches")
     return tuple(prompt_of(*texts[row.sequence]) for row in rows)
 
 
-def verdicts(work: Transaction, rows: Sequence[Row]) -> tuple[bytes, ...]:
+def verdicts(work: Transaction, rows: Sequence[DispatchRow]) -> tuple[bytes, ...]:
     """The newest verdict annotation of each row, empty where there is none."""
     select, order = "SELECT sequence, payload FROM annotations", f"AND kind = '{VERDICT}' ORDER BY number"
     newest = work.by_sequence(rows, select, order)
     return tuple(newest[row.sequence][0] if row.sequence in newest else b"" for row in rows)
 
 
-def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[Row]:
+def lease(work: Transaction, dispatch_ids: Sequence[str]) -> list[DispatchRow]:
     """ready or audited -> leased, all or none; the rows in the order asked."""
     rows = work.require(dispatch_ids, "lease")
     wrong = [f"{row.dispatch_id} ({row.state})" for row in rows if row.state not in _WAITING]
@@ -171,7 +171,7 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
         work.recount(row.slot, Slot(DispatchState.LEASED, version))
 
 
-def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[Row]:
+def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[DispatchRow]:
     rows = work.require(dispatch_ids, doing)
     wrong = [
         f"{row.dispatch_id} ({'trained' if row.trained else row.state})"
@@ -227,7 +227,7 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
     return readmissions
 
 
-def readmit(work: Transaction, row: Row, attempt: int) -> Readmission:
+def readmit(work: Transaction, row: DispatchRow, attempt: int) -> Readmission:
     """Queue the prompt of an ended dispatch. The queue is in order of the dispatches that ended, whatever order they
     ended in."""
     work.connection.execute(

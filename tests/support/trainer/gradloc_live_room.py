@@ -31,7 +31,7 @@ SPIKE, NOT_A_NUMBER = -10.0, -200.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TokenPlace:
     """A sampled token."""
 
     trajectory_id: str
@@ -58,14 +58,16 @@ def healthy_groups(seed: int, lengths: Sequence[int] = (5, 11, 8), group_size: i
     return groups
 
 
-def negative_places(groups: Sequence[TrajectoryGroup]) -> list[Place]:
+def negative_places(groups: Sequence[TrajectoryGroup]) -> list[TokenPlace]:
     """Sampled tokens of the worst trajectory of each group: their advantage is negative, so a large ratio is not
     clipped."""
     worst = [group.trajectories[int(np.argmin([reward.total for reward in group.rewards]))] for group in groups]
-    return [Place(trajectory_id=t.trajectory_id, position=int(at)) for t in worst for at in np.flatnonzero(t.sampled)]
+    return [
+        TokenPlace(trajectory_id=t.trajectory_id, position=int(at)) for t in worst for at in np.flatnonzero(t.sampled)
+    ]
 
 
-def plant(groups: Sequence[TrajectoryGroup], place: Place, nats: float = SPIKE) -> None:
+def plant(groups: Sequence[TrajectoryGroup], place: TokenPlace, nats: float = SPIKE) -> None:
     """The engine's log-prob of one token is off by `nats`."""
     for group in groups:
         for trajectory in group.trajectories:
@@ -73,14 +75,14 @@ def plant(groups: Sequence[TrajectoryGroup], place: Place, nats: float = SPIKE) 
                 trajectory.rollout_logprobs[place.position] += np.float32(nats)
 
 
-def spiked(seed: int, *places: Place, nats: float = SPIKE) -> StoredGroups:
+def spiked(seed: int, *places: TokenPlace, nats: float = SPIKE) -> StoredGroups:
     groups = healthy_groups(seed)
     for place in places:
         plant(groups, place, nats)
     return build_stored(groups)
 
 
-def scored(groups: Sequence[TrajectoryGroup], place: Place, *, suspect: bool, nats: float = 0.0) -> StoredGroups:
+def scored(groups: Sequence[TrajectoryGroup], place: TokenPlace, *, suspect: bool, nats: float = 0.0) -> StoredGroups:
     """With evidence whose recomputed log-probs are 0.1 above the engine's; `nats` shifts that of one token, which may
     be a suspect."""
     verdicts: list[bytes] = []
@@ -121,9 +123,9 @@ def evidence_of(report: StepReport) -> GradLocEvidence:
     return report.gradloc
 
 
-def found(report: StepReport) -> list[Place]:
+def found(report: StepReport) -> list[TokenPlace]:
     return [
-        Place(trajectory_id=culprit.trajectory_id, position=culprit.position)
+        TokenPlace(trajectory_id=culprit.trajectory_id, position=culprit.position)
         for culprit in evidence_of(report).culprits
     ]
 
@@ -136,7 +138,7 @@ def batch_of(
     return audited, batch, pack(batch.samples, 1, trainer._config.micro_batch_tokens)[0]
 
 
-def without(micro_batches: Sequence[MicroBatch], places: Sequence[Place]) -> tuple[MicroBatch, ...]:
+def without(micro_batches: Sequence[MicroBatch], places: Sequence[TokenPlace]) -> tuple[MicroBatch, ...]:
     """The same rows and denominators; some terms were never in the loss."""
     changed: list[MicroBatch] = []
     for micro in micro_batches:
@@ -151,7 +153,7 @@ def without(micro_batches: Sequence[MicroBatch], places: Sequence[Place]) -> tup
 def never_had(
     trainer: PolicyTrainer,
     groups: StoredGroups,
-    places: Sequence[Place] = (),
+    places: Sequence[TokenPlace] = (),
     trajectories: Sequence[str] = (),
     number: int = 1,
 ) -> GradientReport:
