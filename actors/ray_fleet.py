@@ -41,7 +41,7 @@ class RayFleet:
             RewardActor.options(num_cpus=small, max_restarts=-1).remote(spec, index)
             for index in range(spec.reward_workers.workers)
         ]
-        self.trainer = RayTrainer(self._new_ranks(), self._store_handle)
+        self.trainer = RayTrainer(self._new_ranks(), self._store_handle, spec.store_deadline_s)
         self._engines: dict[int, RayEnginePort] = {}
         self._workers: dict[int, RayWorkerPort] = {}
         self._auditors: dict[int, RayAuditor] = {}

@@ -29,6 +29,8 @@ class FleetSpec:
     seed: int
     deterministic: bool
     total_steps: int
+    store_deadline_s: float
+    """`deadlines.store_s`, for calls to the store that actors make."""
     max_context: int
     """Tokens that an engine can hold, prompt included."""
     environment: EnvironmentConfig

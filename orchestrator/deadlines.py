@@ -4,11 +4,9 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from rollout.errors import ConcordError, DeadlineError
 
-T = TypeVar("T")
 QUIET_SHARE = 0.25
 """Share of the limit after which a silence is spoken of."""
 QUIET_STEPS = 3.0
@@ -19,26 +17,6 @@ STACKS_S = 40.0
 
 class StalledError(DeadlineError):
     """No step finished for `deadlines.stall_s`."""
-
-
-async def within(awaitable: Awaitable[T], seconds: float, key: str, what: str) -> T:
-    """Await with a deadline.
-
-    Args:
-        key: the config key that sets it; empty where none does.
-        what: is waited for, for the message.
-
-    Raises:
-        DeadlineError: naming all three.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            return await awaitable
-    except TimeoutError as cause:
-        cure = f", or raise {key}" if key else ""
-        raise DeadlineError(
-            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory{cure}"
-        ) from cause
 
 
 class Progress:

@@ -4,17 +4,15 @@ Every part gets the one list `Observers` in its constructor and says there what 
 added before the loop starts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from rollout.errors import ConcordError
 from rollout.types.dispatch import Ending
+from rollout.types.protocols import EventFields
 from rollout.types.trajectory import GroupHeader
 from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.types.step import StepReport
-
-EventFields: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

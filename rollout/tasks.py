@@ -4,11 +4,11 @@ Here alone a task is made outside a `TaskGroup`: every task has an owner, and no
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from rollout.errors import ConcordError, boundary
+from rollout.errors import ConcordError, DeadlineError, boundary
 
 T = TypeVar("T")
 
@@ -64,6 +64,26 @@ async def _watched(work: Coroutine[Any, Any, None], failed: Callable[[ConcordErr
         if task.cancelling():
             raise
         failed(ConcordError(f"{name}: what it waited for was cancelled"))
+
+
+async def within(awaitable: Awaitable[T], seconds: float, key: str, what: str) -> T:
+    """Await with a deadline.
+
+    Args:
+        key: the config key that sets it; empty where none does.
+        what: is waited for, for the message.
+
+    Raises:
+        DeadlineError: naming all three.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await awaitable
+    except TimeoutError as cause:
+        cure = f", or raise {key}" if key else ""
+        raise DeadlineError(
+            f"waited {seconds:g} s for {what} without an answer; see the stacks in the run directory{cure}"
+        ) from cause
 
 
 async def unless(ended: asyncio.Future[Any], work: Coroutine[Any, Any, T], error: Callable[[], ConcordError]) -> T:

@@ -49,6 +49,7 @@ class EpisodeActor:
                     decode=needs_text(build_reward(spec.reward)),
                 ),
                 deadline_s=spec.episodes.deadline_s,
+                store_deadline_s=spec.store_deadline_s,
                 max_attempts=spec.episodes.max_attempts,
             ),
         )

@@ -11,6 +11,7 @@ from actors.calls import call, kill
 from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
+from rollout.tasks import within
 from rollout.types.trajectory import StoredGroups
 from rollout.types.weights import PolicyVersion, Transport, WeightManifest
 from trainer.checkpointing.checkpoints import CheckpointState
@@ -77,9 +78,10 @@ class TrainerActor:
 class RayTrainer:
     """Implements `actors.ports.TrainerPort` over all ranks."""
 
-    def __init__(self, ranks: Sequence[Any], store: Any) -> None:
+    def __init__(self, ranks: Sequence[Any], store: Any, store_deadline_s: float) -> None:
+        """Lease from `store`, an actor, within a deadline."""
         self.ranks = ranks
-        self._store = store
+        self._store, self._store_deadline_s = store, store_deadline_s
 
     async def _all(self, refs: Sequence[Any]) -> Any:
         """Answers of all ranks; the first failure at once. Answers with rank 0's."""
@@ -92,6 +94,10 @@ class RayTrainer:
 
     async def step(self, trainer_epoch: int, dispatch_ids: Sequence[str], request: StepRequest) -> StepReport:
         lease = self._store.call.remote("lease", trainer_epoch, dispatch_ids)
+        # The groups go from the store to the ranks; here only their arrival is waited for.
+        limit_s = self._store_deadline_s
+        leased = asyncio.to_thread(ray.wait, [lease], timeout=limit_s + 1.0, fetch_local=False)
+        await within(leased, limit_s, "deadlines.store_s", "the store to lease groups")
         return await self._all([rank.step.remote(lease, request) for rank in self.ranks])
 
     async def publish(self, policy: PolicyVersion) -> WeightManifest:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from actors.ports import WorkerPort
-from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.dispatch.failures import FailureWatch
 from orchestrator.dispatch.staleness import Window, capacity
@@ -19,6 +18,7 @@ from orchestrator.replicas.replica import Replica
 from orchestrator.replicas.replicas import Replicas
 from orchestrator.weight_sync.committed import CommittedWeights
 from rollout.errors import ProcessLostError
+from rollout.tasks import within
 from rollout.types.dispatch import Dispatch, Ending, FailReason, Readmission
 from rollout.types.protocols import PromptSource
 

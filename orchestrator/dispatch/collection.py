@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from actors.ports import Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
-from orchestrator.deadlines import within
 from orchestrator.dispatch.admission import Admission
 from orchestrator.dispatch.book import Book
 from orchestrator.replicas.replicas import Replicas
 from rollout.episodes.worker import Outcome
 from rollout.errors import ProcessLostError
+from rollout.tasks import within
 from rollout.types.dispatch import Dispatch, Ending, FailReason, RejectReason
 from rollout.types.trajectory import GroupHeader
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.ports import Fleet
 from orchestrator.config import RunConfig
-from orchestrator.deadlines import Progress, within
+from orchestrator.deadlines import Progress
 from orchestrator.exporters.prometheus_targets import Targets
 from orchestrator.launch.console import Reporter
 from orchestrator.launch.endings import classify, record_end
@@ -33,6 +33,7 @@ from orchestrator.signals.memory import PeakMemory
 from orchestrator.signals.observer import NO_SINKS, Observing, Sinks
 from orchestrator.signals.rows import Signals
 from rollout.errors import ConcordError, UserError, boundary
+from rollout.tasks import within
 from rollout.types.dispatch import LedgerEntry, RejectReason
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import latest_checkpoint
@@ -54,6 +55,7 @@ def execute(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, 
         seed=config.run.seed,
         deterministic=config.run.deterministic,
         total_steps=config.run.steps,
+        store_deadline_s=config.deadlines.store_s,
         max_context=inputs.max_context,
         environment=config.environment,
         sampling=config.sampling,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from actors.ports import AuditorPort, Fleet
 from orchestrator.config import DeadlinesConfig
-from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.loop.audit_queue import AuditQueue
 from orchestrator.loop.gap_watch import GapWatch
 from orchestrator.replicas.replicas import Replicas
 from rollout.errors import ConcordError, DeadlineError, ProcessLostError
+from rollout.tasks import within
 from rollout.types.dispatch import Ending, RejectReason
 from rollout.types.trajectory import GroupHeader
 from trainer.config.consistency import ConsistencyConfig

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.ports import EvaluatorPort, Fleet
-from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.metrics.learning import CONFIGURATIONS
 from orchestrator.metrics.types import OTHER, UNMEASURED
@@ -24,6 +23,7 @@ from orchestrator.weight_sync.committed import CommittedWeights
 from rollout.config import EvaluationConfig
 from rollout.errors import ConcordError
 from rollout.evaluation.evaluator import EvaluationReport
+from rollout.tasks import within
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 
 KEY = "evaluation.deadline_s"

@@ -17,11 +17,12 @@ from orchestrator.doctor.findings import Finding
 from orchestrator.metrics.blocks import BlockValue
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.system import NO_CAUSE, PRIMARY_CAUSES
-from orchestrator.observers import EventFields, Observer
+from orchestrator.observers import Observer
 from orchestrator.run_dir.history import History
 from orchestrator.run_dir.record import RunEvent, record_of_rows
 from rollout.errors import ConcordError, boundary
 from rollout.types.dispatch import Counts
+from rollout.types.protocols import EventFields
 
 EVERY_STEPS = 10
 """Steps between two diagnoses."""
@@ -61,9 +62,7 @@ class LiveDoctor(Observer):
     """The doctor of one loop. It sees what happened since the loop began; `concord doctor` sees the whole run."""
 
     def __init__(
-        self,
-        record_event: Callable[[str, dict[str, str | int | float | bool | None]], Awaitable[None]],
-        history: Callable[[], History] = History,
+        self, record_event: Callable[[str, EventFields], Awaitable[None]], history: Callable[[], History] = History
     ) -> None:
         """`history` answers with what became of dispatches until now."""
         self._record_event, self._history = record_event, history

@@ -4,10 +4,9 @@ which are those of actor, disk and the driver's own event loop together."""
 import time
 from collections.abc import Callable
 
-from orchestrator.deadlines import within
-from rollout.types.protocols import Store
+from rollout.tasks import within
+from rollout.types.protocols import EventFields, Store
 
-EventFields = dict[str, str | int | float | bool | None]
 OBSERVED = frozenset({"dispatch", "acknowledge", "reject", "commit_version", "record_event"})
 """Calls that the loop makes while it runs, whose seconds are a metric."""
 

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from actors.ports import TrainerPort
 from orchestrator.config import DeadlinesConfig
-from orchestrator.deadlines import within
 from orchestrator.dispatch.book import Book
 from orchestrator.dispatch.staleness import Gate
 from orchestrator.loop.auditing import Consistency
@@ -22,6 +21,7 @@ from orchestrator.loop.step_log import StepLog
 from orchestrator.observers import StepDone, StepPhases
 from orchestrator.weight_sync.publication import Publisher
 from rollout.errors import ConcordError
+from rollout.tasks import within
 from rollout.types.dispatch import Ending, RejectReason, StepCommit
 from rollout.types.trajectory import GroupHeader
 from rollout.types.weights import PolicyVersion, WeightManifest

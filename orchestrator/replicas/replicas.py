@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from actors.ports import EnginePort, Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
-from orchestrator.deadlines import within
 from orchestrator.replicas.registration import Expectation, canary_gap, check_registration
 from orchestrator.replicas.replica import Replica
 from rollout.errors import ConcordError, ProcessLostError, WeightSyncError, first_error
+from rollout.tasks import within
 from rollout.types.generation import PauseMode
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
 

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 
 from rollout.errors import ConcordError
-
-Fields = dict[str, str | int | float | bool | None]
+from rollout.types.protocols import EventFields
 
 
 class SideFileError(ConcordError):
@@ -20,7 +19,7 @@ class SideFileError(ConcordError):
 class SideFiles:
     """Trouble with such files in one driver's life, until it is reported."""
 
-    def __init__(self, record_event: Callable[[str, Fields], Awaitable[None]]) -> None:
+    def __init__(self, record_event: Callable[[str, EventFields], Awaitable[None]]) -> None:
         self._record_event = record_event
         self._failing: set[str] = set()
         self._unreported: deque[tuple[str, str]] = deque()

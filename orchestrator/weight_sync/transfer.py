@@ -11,10 +11,10 @@ from typing import Protocol, TypeVar
 
 from actors.ports import TrainerPort
 from orchestrator.config import RunConfig
-from orchestrator.deadlines import within
 from orchestrator.replicas.replica import Replica
 from rollout.config import VllmConfig
 from rollout.errors import ConcordError, WeightSyncError
+from rollout.tasks import within
 from rollout.types.weights import Transport, WeightManifest
 
 T = TypeVar("T")

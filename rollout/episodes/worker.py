@@ -13,7 +13,7 @@ from typing import TypeAlias
 from rollout.episodes.episode import EpisodeSettings, Judge, run_group
 from rollout.episodes.failure import EpisodeFailure, failing_as
 from rollout.errors import ConcordError, EnvironmentFailure
-from rollout.tasks import Tasks
+from rollout.tasks import Tasks, within
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.transport.mailbox import COLLECT_WAIT_S
 from rollout.types.codec import encode
@@ -33,6 +33,8 @@ class WorkerSettings:
     episode: EpisodeSettings
     deadline_s: float
     """Deadline for one group."""
+    store_deadline_s: float
+    """`deadlines.store_s`, for one put."""
     max_attempts: int
     """A prompt whose dispatch fails comes again up to this many attempts."""
 
@@ -139,7 +141,8 @@ class EpisodeWorker:
         try:
             while self._unput:
                 batch, self._unput = self._unput, []
-                taken = set(await self._store.put(batch))
+                putting, limit_s = self._store.put(batch), self._settings.store_deadline_s
+                taken = set(await within(putting, limit_s, "deadlines.store_s", "the store to take finished groups"))
                 for group in batch:
                     if group.header.dispatch_id in taken:
                         self._come_back(group.header)

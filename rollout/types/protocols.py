@@ -1,9 +1,9 @@
 """The seams of the rollout room. A planted fault or a fake is another implementation of one of these, never an `if`
 inside."""
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from rollout.types.generation import GenerationRequest, PauseMode, TokenChunk
 from rollout.types.prompts import Prompt, PromptCursor
 from rollout.types.trajectory import Annotation, EncodedGroup, EngineTag, GroupHeader, Reward, StoredGroups, Trajectory
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
+
+EventFields: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +240,7 @@ class Store:
         """
         return await self.send("commit_version", entry)
 
-    async def record_event(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+    async def record_event(self, kind: str, fields: EventFields) -> None:
         """Add a run event (replica restarted, weights applied, ...) to the numbered log.
 
         Raises:

@@ -295,6 +295,7 @@ class LocalFleet:
                 seed=config.run.seed if config.run.deterministic else None,
             ),
             deadline_s=config.episodes.deadline_s,
+            store_deadline_s=config.deadlines.store_s,
             max_attempts=config.episodes.max_attempts,
         )
         worker = EpisodeWorker(

@@ -13,8 +13,8 @@ from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_EVENTS, M
 from orchestrator.metrics.causes import Cause
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.system import NO_CAUSE
-from orchestrator.observers import EventFields
 from rollout.types.dispatch import Counts
+from rollout.types.protocols import EventFields
 
 
 class Told:
@@ -23,7 +23,7 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    async def record(self, kind: str, fields: dict[str, str | int | float | bool | None]) -> None:
+    async def record(self, kind: str, fields: EventFields) -> None:
         self.events.append((kind, fields))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from rollout.config import ArithmeticConfig
 from rollout.environments.registry import build_envs
 from rollout.episodes.episode import EpisodeSettings, Judge
 from rollout.episodes.worker import EpisodeWorker, WorkerSettings
-from rollout.errors import ConcordError
+from rollout.errors import ConcordError, DeadlineError
 from rollout.types.dispatch import Ending, FailReason
 from rollout.types.generation import SamplingParams
 from rollout.types.prompts import Prompt
@@ -23,7 +23,10 @@ from rollout.types.trajectory import EncodedGroup, GroupHeader, Reward, Trajecto
 
 T = TypeVar("T")
 SETTINGS = WorkerSettings(
-    episode=EpisodeSettings(sampling=SamplingParams(max_new_tokens=8), max_context=64), deadline_s=20.0, max_attempts=2
+    episode=EpisodeSettings(sampling=SamplingParams(max_new_tokens=8), max_context=64),
+    deadline_s=20.0,
+    store_deadline_s=20.0,
+    max_attempts=2,
 )
 
 
@@ -87,14 +90,16 @@ class OddJudge:
         return no_rewards
 
 
-def worker_of(tmp_path: Path, store: type[OnlyPuts] = TakesAll, score: Judge | None = None) -> EpisodeWorker:
+def worker_of(
+    tmp_path: Path, store: type[OnlyPuts] = TakesAll, score: Judge | None = None, settings: WorkerSettings = SETTINGS
+) -> EpisodeWorker:
     """A worker with engine 0, whose samples are `3 4`."""
     worker = EpisodeWorker(
         store=store(),
         score=score or RecordingJudge(),
         tokenizer=TOKENIZER,
         make_envs=lambda prompt, count: build_envs(ArithmeticConfig(), prompt, TOKENIZER, count),
-        settings=SETTINGS,
+        settings=settings,
     )
     worker.connect(0, ToldEngine(stopping(3, 4)), build_tag())
     return worker
@@ -126,6 +131,17 @@ def test_a_store_that_fails_as_nobody_foresaw_breaks_the_worker_with_the_reason(
             await worker.collect()
 
     with pytest.raises(ConcordError, match="no space left on device"):
+        within_20_s(main())
+
+
+def test_a_store_that_does_not_answer_a_put_breaks_the_worker_with_the_key_of_the_deadline(tmp_path: Path) -> None:
+    async def main() -> None:
+        worker = worker_of(tmp_path, Hangs, settings=replace(SETTINGS, store_deadline_s=0.01))
+        worker.submit([build_dispatch(0)])
+        while True:
+            await worker.collect()
+
+    with pytest.raises(DeadlineError, match=r"take finished groups.*deadlines\.store_s"):
         within_20_s(main())
 
 
