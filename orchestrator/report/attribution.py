@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import INK, Figure, Trace, axis, layout_of, plain
-from orchestrator.report.record import PlacedEvent
+from orchestrator.run_dir.record import RunEvent
 
 UNKNOWN = "unknown"
 SUFFIX = "_nats"
@@ -24,7 +24,7 @@ class Attributed:
     unknown: float
 
 
-def attributed(findings: Sequence[PlacedEvent]) -> list[Attributed]:
+def attributed(findings: Sequence[RunEvent]) -> list[Attributed]:
     """The finding with the largest gap that has parts, for each replica."""
     worst: dict[str, Attributed] = {}
     for event in findings:
@@ -38,13 +38,8 @@ def attributed(findings: Sequence[PlacedEvent]) -> list[Attributed]:
             continue
         unknown = nats.pop(UNKNOWN, 0.0)
         parts = tuple(sorted(nats.items(), key=lambda part: -part[1]))
-        found = Attributed(
-            replica=str(event.fields.get("replica")),
-            policy=str(event.fields.get("policy")),
-            gap=gap,
-            parts=parts,
-            unknown=unknown,
-        )
+        replica, policy = str(event.fields.get("replica")), str(event.fields.get("policy"))
+        found = Attributed(replica=replica, policy=policy, gap=gap, parts=parts, unknown=unknown)
         if found.replica not in worst or worst[found.replica].gap < gap:
             worst[found.replica] = found
     return [worst[replica] for replica in sorted(worst)]

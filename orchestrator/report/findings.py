@@ -10,7 +10,7 @@ from orchestrator.doctor.findings import Finding, Severity, counted
 from orchestrator.doctor.tables import UNTRUSTED, evidence_text
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.report.drawing import shown
-from orchestrator.report.page import Card, PageSection, TokenInContext, table_of
+from orchestrator.report.page import Card, PageSection, Table, TokenInContext
 from orchestrator.run_dir.record import Record
 from orchestrator.run_dir.search_records import readable_searches
 
@@ -66,22 +66,18 @@ def gradloc_section(folder: Path) -> PageSection:
         for culprit in search["culprits"]
     ]
     forgone = sum(search.get("outcome") == "not_searched" for _, search in searches)
-    in_vain = (
-        f" and {counted(forgone, 'step')} that asked for one when trainer.gradloc.spike_passes were spent"
-        if forgone
-        else ""
-    )
+    in_vain = f" and {counted(forgone, 'step')} that asked for one when trainer.gradloc.spike_passes were spent"
     more = f" The first {MOST_CULPRITS} culprits are shown." if len(culprits) > MOST_CULPRITS else ""
     return PageSection(
         key="gradloc",
         title=title,
         intro=(
-            f"{counted(len(searches) - forgone, 'search', 'searches')}{in_vain}, "
+            f"{counted(len(searches) - forgone, 'search', 'searches')}{in_vain if forgone else ''}, "
             f"{counted(len(culprits), 'token')} located; no other outcome names a cause. All numbers: concord "
             f"gradloc RUN STEP.{more}{lost}"
         ),
         cards=tuple(_culprit(policy, search, culprit) for policy, search, culprit in culprits[:MOST_CULPRITS]),
-        table=table_of(
+        table=Table(
             ("step", "outcome", "trigger", "norm", "threshold", "explained", "passes", "seconds"),
             [_row(*each) for each in searches[-MOST_SEARCHES:]],
         ),
@@ -108,15 +104,9 @@ def _row(policy: str, search: Mapping[str, Any]) -> Sequence[str]:
 
 def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any]) -> Card:
     get = culprit.get
-    numbers = [
-        (name, get(key))
-        for name, key in (
-            ("omega", "omega"),
-            ("sequence ratio", "sequence_ratio"),
-            ("advantage", "advantage"),
-            ("entropy", "entropy"),
-        )
-    ]
+    numbers = ", ".join(
+        f"{key.replace('_', ' ')} {_number(get(key))}" for key in ("omega", "sequence_ratio", "advantage", "entropy")
+    )
     return Card(
         tag=f"{search.get('outcome')} · type {get('type')}",
         title=f"step {policy}: position {get('position')} of {get('trajectory_id')}",
@@ -125,7 +115,7 @@ def _culprit(policy: str, search: Mapping[str, Any], culprit: Mapping[str, Any])
             (
                 f"Norm {_number(get('norm'))} of the step's {_number(search.get('grad_norm'))} (threshold "
                 f"{_number(search.get('threshold'))}); "
-                f"{', '.join(f'{name} {_number(value)}' for name, value in numbers)}; sampled under {get('policy')} by "
+                f"{numbers}; sampled under {get('policy')} by "
                 f"replica {get('replica')}; done about it: {search.get('acted')}."
             ),
         ),

@@ -46,8 +46,8 @@ class Card:
 class Table:
     """Rows of text; unless it says otherwise, all columns but the first are numbers."""
 
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
     folded: str = ""
     """What stands in its place until the reader opens it; empty: it is open."""
     text: bool = False
@@ -102,10 +102,9 @@ def plotly_script() -> str:
         ConcordError: it is not there.
     """
     spec = util.find_spec("plotly")
-    script = (
-        None if spec is None or spec.origin is None else Path(spec.origin).parent / "package_data" / "plotly.min.js"
-    )
-    if script is None or not script.is_file():
+    origin = None if spec is None else spec.origin
+    script = Path(origin or ".").parent / "package_data" / "plotly.min.js"
+    if origin is None or not script.is_file():
         raise ConcordError(
             "the Python package plotly is not installed, or has no plotly.min.js; expected version 7 beside Concord: "
             "run `make setup`"
@@ -116,8 +115,3 @@ def plotly_script() -> str:
 def script_json(value: Mapping[str, object]) -> str:
     """JSON that may stand inside a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], folded: str = "", *, text: bool = False) -> Table:
-    """A table."""
-    return Table(tuple(heads), tuple(tuple(row) for row in rows), folded, text)

@@ -1,9 +1,9 @@
 """Reads a run directory into the plain data of a report: what the doctor reads too, and beside it the config, the
 store's counts and the places of events."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,32 +12,13 @@ from numpy.typing import NDArray
 
 from orchestrator.config import RunConfig
 from orchestrator.run_dir.histograms import Histograms
-from orchestrator.run_dir.layout import RunDir, open_run_dir
+from orchestrator.run_dir.layout import open_run_dir
 from orchestrator.run_dir.reader import RunReader
 from orchestrator.run_dir.record import Record, RunEvent
 from rollout.errors import StoreError
 from rollout.store.sqlite.journal import EventKind
 from rollout.store.sqlite.reader import open_reader
 from rollout.types.dispatch import Counts
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedEvent:
-    """An event with its place on the axis of steps."""
-
-    event: RunEvent
-    place: float
-    """Between the steps: 12.5 is half-way between the ends of steps 12 and 13."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of the event."""
-        return self.event.kind
-
-    @property
-    def fields(self) -> Mapping[str, object]:
-        """What the kind adds to the event."""
-        return self.event.fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +29,15 @@ class RunRecord:
     config: RunConfig
     rows: Record
     """Series of the steps that count."""
-    events: tuple[PlacedEvent, ...]
-    """Those that are not of a single dispatch, in the order of their numbers."""
+    events: tuple[RunEvent, ...]
+    """Those that are not of a single dispatch, in the order of their numbers, with their places."""
     histograms: Histograms
     counts: Counts | None
     """What became of dispatches; None where the store cannot be read."""
     notes: tuple[str, ...]
     """What the report lacks, and why."""
 
-    def events_of(self, *kinds: str) -> list[PlacedEvent]:
-        """Events of these kinds, in order."""
+    def events_of(self, *kinds: str) -> list[RunEvent]:
         return [event for event in self.events if event.kind in kinds]
 
 
@@ -70,7 +50,13 @@ def read_record(path: Path) -> RunRecord:
     run, config = open_run_dir(path)
     reader = RunReader(path)
     rows, notes = reader.read()
-    histograms, (counts, count_notes) = reader.histograms(), _counts(run)
+    histograms = reader.histograms()
+    counts, lost = None, ()
+    try:
+        with closing(open_reader(run.path)) as store:
+            counts = store.counts()
+    except StoreError as error:
+        lost = (f"the accounting of dispatches is missing: {error}",)
     return RunRecord(
         path=run.path,
         config=config,
@@ -78,11 +64,11 @@ def read_record(path: Path) -> RunRecord:
         events=tuple(_placed(rows.events)),
         histograms=histograms,
         counts=counts,
-        notes=(*notes, *histograms.notes, *count_notes),
+        notes=(*notes, *histograms.notes, *lost),
     )
 
 
-def _placed(events: Sequence[RunEvent]) -> Iterator[PlacedEvent]:
+def _placed(events: Sequence[RunEvent]) -> Iterator[RunEvent]:
     """Events with their place between steps: by time, from one commit of the same trainer epoch to the next."""
     for first, after in _epochs(events):
         of_epoch = events[first:after]
@@ -90,7 +76,7 @@ def _placed(events: Sequence[RunEvent]) -> Iterator[PlacedEvent]:
         committed = [event for event in of_epoch if event.kind == EventKind.STEP_COMMITTED]
         times: NDArray[np.float64] = np.array([of_epoch[0].at_s, *(event.at_s for event in committed)])
         steps: NDArray[np.float64] = np.array([begins, *(event.step for event in committed)], dtype=np.float64)
-        yield from (PlacedEvent(event, float(np.interp(event.at_s, times, steps))) for event in of_epoch)
+        yield from (replace(event, place=float(np.interp(event.at_s, times, steps))) for event in of_epoch)
 
 
 def _epochs(events: Sequence[RunEvent]) -> list[tuple[int, int]]:
@@ -98,11 +84,3 @@ def _epochs(events: Sequence[RunEvent]) -> list[tuple[int, int]]:
     begins = [i for i, event in enumerate(events) if event.kind == EventKind.EPOCH_OPENED]
     starts = begins if begins[:1] == [0] else [0, *begins]
     return [(first, after) for first, after in pairwise((*starts, len(events))) if first < after]
-
-
-def _counts(run: RunDir) -> tuple[Counts | None, tuple[str, ...]]:
-    try:
-        with closing(open_reader(run.path)) as reader:
-            return reader.counts(), ()
-    except StoreError as error:
-        return None, (f"the accounting of dispatches is missing: {error}",)

@@ -6,7 +6,7 @@ from orchestrator.report.attribution import attributed, waterfall
 from orchestrator.report.distributions import ratio_figure, staleness_figure
 from orchestrator.report.drawing import bin_size
 from orchestrator.report.findings import findings_section, gradloc_section
-from orchestrator.report.page import Page, PageSection, Tile, table_of
+from orchestrator.report.page import Page, PageSection, Table, Tile
 from orchestrator.report.record import RunRecord
 from orchestrator.report.timeline import MOST_LINES, marks_of, marks_table, timeline
 from orchestrator.report.work import endings, endings_figure, phases_figure
@@ -72,33 +72,26 @@ def _duration(seconds: float) -> str:
 def timeline_section(record: RunRecord) -> PageSection:
     """The four curves with their marks."""
     size = bin_size(len(record.rows))
-    shared = (
-        f" A point stands for {size} steps: their mean, and for the gradient norm their largest." if size > 1 else ""
-    )
-    crowded = (
-        f" Only the first {MOST_LINES} events are drawn through the curves."
-        if len(marks_of(record)) > MOST_LINES
-        else ""
-    )
+    marks = marks_of(record)
+    shared = f" A point stands for {size} steps: their mean, and for the gradient norm their largest."
+    crowded = f" Only the first {MOST_LINES} events are drawn through the curves."
     intro = (
         "One curve a layer of diagnosis, the bold one first: look from top to bottom, since what is above may cause "
         "what is below. Ticks: a version reached the engines. Diamonds and dotted lines: events, in the colour of "
-        f"their layer.{_scores_note(record)}{shared}{crowded}"
+        f"their layer.{_scores_note(record)}{shared if size > 1 else ''}{crowded if len(marks) > MOST_LINES else ''}"
     )
-    return PageSection(
-        key="timeline", title="Timeline", intro=intro, figures=(timeline(record),), table=marks_table(marks_of(record))
-    )
+    figures, table = (timeline(record),), marks_table(marks)
+    return PageSection(key="timeline", title="Timeline", intro=intro, figures=figures, table=table)
 
 
 def _scores_note(record: RunRecord) -> str:
     """How to read scores of evaluations, where there are any."""
     prints = {event.fields.get("fingerprint") for event in record.events_of("evaluation")}
-    many = (
-        f" {len(prints)} configurations were in force, each with its own marks and line: their scores do not compare."
-        if len(prints) > 1
-        else ""
-    )
-    return f" Black marks: scores of evaluations, at the version scored.{many}" if prints else ""
+    note = " Black marks: scores of evaluations, at the version scored." if prints else ""
+    if len(prints) > 1:
+        apart = "each with its own marks and line: their scores do not compare."
+        note += f" {len(prints)} configurations were in force, {apart}"
+    return note
 
 
 def staleness_section(histograms: Histograms, max_staleness: int) -> PageSection:
@@ -120,18 +113,13 @@ def ratio_section(record: RunRecord) -> PageSection:
     figure = ratio_figure(record.histograms)
     if figure is None:
         return said(intro="No ratio was counted: there is nothing in histograms/ yet.")
-    apart = (
-        " Only mode gate separates staleness from the engine; this run shows the total."
-        if record.config.consistency.mode != "gate"
-        else ""
+    intro = (
+        "Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a "
+        "narrow peak at 1."
     )
-    return said(
-        intro=(
-            "Share of tokens by trainer probability over engine probability, on a logarithmic axis: a healthy run is a "
-            f"narrow peak at 1.{apart}"
-        ),
-        figures=(figure,),
-    )
+    if record.config.consistency.mode != "gate":
+        intro += " Only mode gate separates staleness from the engine; this run shows the total."
+    return said(intro=intro, figures=(figure,))
 
 
 def attribution_section(record: RunRecord) -> PageSection:
@@ -178,4 +166,4 @@ def dispatches_section(record: RunRecord) -> PageSection:
     total = record.counts.total
     intro = f"{total:,} dispatches = {' + '.join(f'{each.groups:,} {each.name}' for each in found)}. Each ends once."
     rows = [(each.name, f"{each.groups:,}", f"{each.groups / total:.1%}" if total else "") for each in found]
-    return said(intro=intro, figures=(endings_figure(found),), table=table_of(("ending", "groups", "share"), rows))
+    return said(intro=intro, figures=(endings_figure(found),), table=Table(("ending", "groups", "share"), rows))

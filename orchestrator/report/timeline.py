@@ -21,9 +21,9 @@ from orchestrator.report.drawing import (
     plain,
     thinned,
 )
-from orchestrator.report.page import Table, table_of
-from orchestrator.report.record import PlacedEvent, RunRecord
-from orchestrator.run_dir.record import Record, Values
+from orchestrator.report.page import Table
+from orchestrator.report.record import RunRecord
+from orchestrator.run_dir.record import Record, RunEvent
 from rollout.store.sqlite.journal import EventKind
 
 MOST_LINES = 60
@@ -88,15 +88,12 @@ def timeline(record: RunRecord) -> Figure:
     """The figure; with no steps on disk its panels are empty."""
     rows, scores = record.rows, _scores(record.events_of("evaluation"))
     size = bin_size(len(rows))
-    steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
     traces: list[Trace] = []
     axes: dict[str, object] = {}
     captions: list[dict[str, object]] = []
     for number, (panel, (top, bottom)) in enumerate(zip(PANELS, TOPS, strict=True), 1):
         layer = LAYERS[panel.layer]
-        traces += [
-            _curve(curve, layer.colour, steps, _values(rows, curve, size), f"y{number}") for curve in panel.curves
-        ]
+        traces += [_curve(rows, curve, size, layer.colour, f"y{number}") for curve in panel.curves]
         more = SCORES if panel.layer == 1 and scores else ()
         captions.append(
             caption(f"<b>{layer.number} {layer.name}</b><br>{_names(rows, panel, more)}", top, layer.colour)
@@ -139,17 +136,16 @@ def _names(rows: Record, panel: Panel, more: tuple[str, ...]) -> str:
     return ", ".join((*names, *more, *absent))
 
 
-def _values(rows: Record, curve: Curve, size: int) -> Values:
-    return thinned(rows.column(curve.column), size, lambda block: float(block.max() if curve.largest else block.mean()))
-
-
-def _curve(curve: Curve, colour: str, steps: Values, values: Values, y: str) -> Trace:
+def _curve(rows: Record, curve: Curve, size: int, colour: str, y: str) -> Trace:
+    """The curve, with `size` steps a point."""
+    steps = thinned(rows.column("step"), size, lambda block: float(block[-1]))
+    values = rows.column(curve.column)
     return {
         "type": "scatter",
         "mode": "lines" if len(steps) > 1 else "markers",
         "name": curve.name,
         "x": numbers(steps),
-        "y": numbers(values),
+        "y": numbers(thinned(values, size, lambda block: float(block.max() if curve.largest else block.mean()))),
         "yaxis": y,
         "line": {"color": colour, "width": 2.2 if curve.bold else 1.0},
         "opacity": 1.0 if curve.bold else 0.55,
@@ -164,62 +160,54 @@ def _scale(rows: Record, panel: Panel) -> dict[str, object]:
     return {"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}
 
 
-def marks_of(record: RunRecord) -> list[PlacedEvent]:
+def marks_of(record: RunRecord) -> list[RunEvent]:
     """Events that are drawn as marks. Scores of evaluations are points of the first panel instead."""
     return [
         event for event in record.events if event.kind not in (*BACKGROUND, "evaluation") and not _is_routine(event)
     ]
 
 
-def _is_routine(event: PlacedEvent) -> bool:
+def _is_routine(event: RunEvent) -> bool:
     """What every start leaves is nothing to look at; a resume is, and so is a check of prompts that found something."""
     if event.kind == "prompts_checked":
         return not event.fields.get("duplicates") and not event.fields.get("overlapping")
     return event.kind == EventKind.EPOCH_OPENED and event.fields.get("trainer_epoch") == 1
 
 
-def marks_table(marks: Sequence[PlacedEvent]) -> Table | None:
+def marks_table(marks: Sequence[RunEvent]) -> Table | None:
     """The marks in words, for a reader without a pointer."""
     rows = [
         (f"{event.place:.1f}", label_of(event), fields_text(event.fields)[:MOST_TEXT]) for event in marks[:MOST_LINES]
     ]
-    return (
-        table_of(("step", "event", "what it says"), rows, folded=f"Events in words ({len(marks):,})", text=True)
-        if rows
-        else None
-    )
+    heads, folded = ("step", "event", "what it says"), f"Events in words ({len(marks):,})"
+    return Table(heads, rows, folded, text=True) if rows else None
 
 
-def label_of(event: PlacedEvent) -> str:
+def label_of(event: RunEvent) -> str:
     """The kind, in words."""
     return "resumed" if event.kind == EventKind.EPOCH_OPENED else event.kind.replace("_", " ")
 
 
-def layer_of(event: PlacedEvent) -> int:
+def layer_of(event: RunEvent) -> int:
     """Where to look first."""
     named = event.fields.get("layer", event.fields.get("diagnosis_layer"))
     return named if isinstance(named, int) and named in LAYERS else LAYER_OF_EVENT.get(event.kind, 4)
 
 
-def _versions(events: Sequence[PlacedEvent]) -> Trace:
+def _versions(events: Sequence[RunEvent]) -> Trace:
     return {
         "type": "scatter",
         "mode": "markers",
         "x": [round(event.place, 3) for event in events],
         "y": [0] * len(events),
         "yaxis": "y5",
-        "text": [f"{shown_policy(event)} is in the engines" for event in events],
+        "text": [f"{plain(event.text('policy'))} is in the engines" for event in events],
         "marker": {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": PALE_INK}},
         "hovertemplate": "%{text}<extra></extra>",
     }
 
 
-def shown_policy(event: PlacedEvent) -> str:
-    """The policy that an event names, as text for plotly."""
-    return plain(str(event.fields.get("policy", "")))
-
-
-def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
+def _diamonds(events: Sequence[RunEvent]) -> list[Trace]:
     by_layer = {number: list(group) for number, group in groupby(sorted(events, key=layer_of), layer_of)}
     return [
         {
@@ -236,17 +224,17 @@ def _diamonds(events: Sequence[PlacedEvent]) -> list[Trace]:
     ]
 
 
-def _hover_text(event: PlacedEvent) -> str:
+def _hover_text(event: RunEvent) -> str:
     text = plain(fields_text(event.fields))
     lines = [text[i : i + 60] for i in range(0, min(len(text), 240), 60)]
     return "<br>".join([f"<b>{plain(label_of(event))}</b>, at step {event.place:.1f}", *lines])
 
 
-def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
+def _scores(events: Sequence[RunEvent]) -> list[Trace]:
     """Evaluation scores as points of the first panel, at the version that they score: one trace a fingerprint, a line
     only between scores of the same one."""
     scored = [event for event in events if isinstance(event.fields.get("score"), int | float)]
-    by_print: dict[str, list[PlacedEvent]] = {}
+    by_print: dict[str, list[RunEvent]] = {}
     for event in scored:
         by_print.setdefault(str(event.fields.get("fingerprint", "")), []).append(event)
     symbols = ("circle", "square", "triangle-up", "cross", "x", "star")
@@ -267,7 +255,7 @@ def _scores(events: Sequence[PlacedEvent]) -> list[Trace]:
     ]
 
 
-def _line(event: PlacedEvent) -> dict[str, object]:
+def _line(event: RunEvent) -> dict[str, object]:
     style = {"color": LAYERS[layer_of(event)].colour, "width": 1, "dash": "dot"}
     ends = {"x0": event.place, "x1": event.place, "y0": 0.06, "y1": 1.0}
     return {"type": "line", "xref": "x", "yref": "paper", **ends, "line": style, "opacity": 0.45, "layer": "below"}

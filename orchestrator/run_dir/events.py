@@ -16,23 +16,19 @@ from typing import Any, cast
 from orchestrator.run_dir.history import History, HistoryBuilder
 from orchestrator.run_dir.lineage import Lineage
 from orchestrator.run_dir.record import RunEvent
+from rollout.store.sqlite.database import RESERVED_FIELDS
 from rollout.store.sqlite.journal import EventKind
 from rollout.types.weights import PolicyVersion
 
-OF_ONE_DISPATCH = frozenset(
-    str(kind)
-    for kind in EventKind
-    if kind
-    not in (
-        EventKind.EPOCH_OPENED,
-        EventKind.STEP_COMMITTED,
-        EventKind.STEP_TAKEN_BACK,
-        EventKind.VERSION_COMMITTED,
-        EventKind.VERSION_ORPHANED,
-    )
-)
+OF_ONE_DISPATCH: frozenset[str] = frozenset(EventKind) - {
+    EventKind.EPOCH_OPENED,
+    EventKind.STEP_COMMITTED,
+    EventKind.STEP_TAKEN_BACK,
+    EventKind.VERSION_COMMITTED,
+    EventKind.VERSION_ORPHANED,
+}
 """Kinds that no rule reads and no page draws one by one."""
-ENDED = frozenset(map(str, (EventKind.FAILED, EventKind.REJECTED)))
+ENDED: frozenset[str] = frozenset((EventKind.FAILED, EventKind.REJECTED))
 """Those of them that are counted by their reason."""
 OF_A_STEP = frozenset(("evaluation", "step_skipped", "gradloc"))
 """Kinds about one version: they count while its step does."""
@@ -60,7 +56,6 @@ class EventLog:
         """Trainer epoch -> version from which it went on."""
 
     def read(self) -> None:
-        """Take what is new."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
@@ -71,7 +66,7 @@ class EventLog:
                 begin, self._offset = self._offset, self._offset + len(line)
                 head = _HEAD.match(line)
                 kind = "" if head is None else head.group(3).decode(errors="replace")
-                if head is not None and kind in OF_ONE_DISPATCH and kind not in ENDED:
+                if head is not None and kind in OF_ONE_DISPATCH - ENDED:
                     self._count(int(head.group(1)), float(head.group(2)), kind)
                     continue
                 try:
@@ -107,11 +102,8 @@ class EventLog:
                 self._history.failed(str(event.get("reason")), str(event.get("detail", "")), self.version)
         self._number, self._at_s = number, at_s
         if kind not in OF_ONE_DISPATCH:
-            fields = {
-                key: value
-                for key, value in event.items()
-                if key not in ("number", "at_s", "kind") and isinstance(value, str | int | float | None)
-            }
+            own = {key: value for key, value in event.items() if key not in RESERVED_FIELDS}
+            fields = {key: value for key, value in own.items() if isinstance(value, str | int | float | None)}
             self._events.append((self._epoch, RunEvent(kind=kind, step=self.version, at_s=at_s, fields=fields)))
 
     def all(self, lineage: Lineage) -> list[RunEvent]:
@@ -131,11 +123,8 @@ class EventLog:
 
     def newest(self) -> str:
         """When the newest event happened, in words; nothing before the first."""
-        return (
-            f", and its newest event is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._at_s))}"
-            if self._at_s
-            else ""
-        )
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._at_s))
+        return f", and its newest event is of {at}" if self._at_s else ""
 
     def tally_at(self, step: int) -> Mapping[str, float]:
         """Dispatches that had ended by the end of `step`, by `failed:REASON` and `rejected:REASON`."""
@@ -150,11 +139,9 @@ class EventLog:
             ]
         if not self._broken:
             return []
-        lines = "1 line" if len(self._broken) == 1 else f"{len(self._broken)} lines"
-        return [
-            f"{lines} of {self._path.name} cannot be read and {'is' if len(self._broken) == 1 else 'are'} left out (the"
-            f" first at byte {self._broken[0]})"
-        ]
+        lines, are = ("1 line", "is") if len(self._broken) == 1 else (f"{len(self._broken)} lines", "are")
+        first = self._broken[0]
+        return [f"{lines} of {self._path.name} cannot be read and {are} left out (the first at byte {first})"]
 
 
 def _counts(lineage: Lineage, epoch: int, event: RunEvent) -> bool:

@@ -76,11 +76,9 @@ class RunDir:
         return self.path.parent / ".prometheus" / f"{self.path.name}.json"
 
     def weights_of(self, policy: PolicyVersion) -> Path:
-        """Directory of one published version."""
         return self.weights / policy.key
 
     def checkpoint_of(self, policy: PolicyVersion) -> Path:
-        """Directory of one checkpoint."""
         return self.checkpoints / policy.key
 
 

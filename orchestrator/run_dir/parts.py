@@ -58,17 +58,17 @@ class PartReader:
         """What could not be read, in words: a line a reason."""
         folder = self._directory.name
         strange = sorted(path.name for path in self._directory.glob("part-*.parquet") if not _NAME.fullmatch(path.name))
-        others = (
-            f"{folder}/{strange[0]}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}" if strange else ""
-        )
-        unnamed = (
-            [f"{others} is left out: a part is named part-N.parquet; rename it, or move it away"] if strange else []
-        )
-        return unnamed + [
-            f"{folder}/{paths[0].name}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} cannot be read, what it"
-            f" holds is missing: {reason}"
+        unnamed = [
+            f"{folder}/{_first(strange)} is left out: a part is named part-N.parquet; rename it, or move it away"
+        ]
+        return (unnamed if strange else []) + [
+            f"{folder}/{_first([path.name for path in paths])} cannot be read, what it holds is missing: {reason}"
             for reason, paths in self._left_out.items()
         ]
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
 
 
 def numbers(table: Any, name: str) -> Values:  # noqa: ANN401 - an Arrow table
@@ -80,8 +80,5 @@ def numbers(table: Any, name: str) -> Values:  # noqa: ANN401 - an Arrow table
 
 def joined(parts: Sequence[Mapping[str, Values]], name: str) -> Values:
     """A column of all parts, one after another."""
-    return (
-        np.concatenate([part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts])
-        if parts
-        else np.empty(0)
-    )
+    columns = [part[name] if name in part else np.full(len(part["step"]), np.nan) for part in parts]
+    return np.concatenate(columns) if columns else np.empty(0)

@@ -39,11 +39,8 @@ class RunReader:
         self._wanted, self._stall_s = _config_of(self.run)
         self._version = 0
         self._store = _store_trouble(self.run)
-        self._events, self._rows, self._blocks = (
-            EventLog(self.run.events),
-            StepRows(self.run.metrics),
-            BlockRows(self.run.block_metrics),
-        )
+        self._events = EventLog(self.run.events)
+        self._rows, self._blocks = StepRows(self.run.metrics), BlockRows(self.run.block_metrics)
         self._lineage = Lineage({})
 
     def read(self) -> tuple[Record, tuple[str, ...]]:
@@ -75,11 +72,8 @@ class RunReader:
     def _behind(self, record: Record) -> list[str]:
         version = self._events.version
         if version > record.last_step:
-            steps = (
-                f"step {version} is"
-                if version == record.last_step + 1
-                else f"steps {record.last_step + 1} to {version} are"
-            )
+            first = record.last_step + 1
+            steps = f"step {version} is" if version == first else f"steps {first} to {version} are"
             return [f"{steps} in no metric part yet ({PARTS})"]
         return [] if record.steps.size else [f"there is no metric part yet: no series is seen ({PARTS})"]
 

@@ -27,6 +27,8 @@ class RunEvent:
     """The trainer's version when it happened."""
     at_s: float = float("nan")
     """Unix time; NaN where nobody asks."""
+    place: float = float("nan")
+    """Between the steps, where a report asks: 12.5 is half-way between the ends of steps 12 and 13."""
     fields: Mapping[str, object]
     """What the kind adds; from a file without lists and objects."""
 
@@ -92,7 +94,6 @@ class Record:
         return {block: values for (name, block), values in self.blocks.items() if name == signal}
 
     def of_kind(self, *kinds: str) -> list[RunEvent]:
-        """Events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
     @property

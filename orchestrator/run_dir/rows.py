@@ -25,7 +25,6 @@ class StepRows:
         self._columns: set[str] = set()
 
     def read(self) -> None:
-        """Take what is new."""
         for table in self._parts.new():
             self._columns |= set(table.column_names)
             self._read.append({name: numbers(table, name) for name in COLUMNS if name in table.column_names})
@@ -83,7 +82,6 @@ class BlockRows:
         return {key: _at(steps, np.concatenate(read, axis=1), lineage) for key, read in self._read.items()}
 
     def notes(self) -> list[str]:
-        """What could not be read."""
         return self._parts.notes()
 
 

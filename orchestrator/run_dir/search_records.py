@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from orchestrator.run_dir.layout import RunDir, write_atomic
-from orchestrator.run_dir.side_files import Fields, SideFileError, SideFiles
+from orchestrator.run_dir.side_files import SideFileError, SideFiles
 from rollout.errors import UserError, boundary
 from rollout.tokenization.tokenizer import Tokenizer
 from rollout.types.weights import PolicyVersion
@@ -48,7 +48,7 @@ class SearchRecords:
         self.passes = 0
         self.seconds = 0.0
 
-    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence, saved: str = "") -> Fields:
+    def keep(self, policy: PolicyVersion, evidence: GradLocEvidence, saved: str = "") -> dict[str, Any]:
         """Keep the search of the step that was to produce `policy`; the answer is what its event says.
 
         Args:
@@ -61,11 +61,8 @@ class SearchRecords:
         document = self._document(evidence) | {"saved": saved}
         if self._folder is not None:
             path = self._folder / f"{policy.key}.json"
-            with (
-                nullcontext()
-                if self._side_files is None
-                else self._side_files.spared(f"{self._folder.name}/{path.name}")
-            ):
+            name = f"{self._folder.name}/{path.name}"
+            with nullcontext() if self._side_files is None else self._side_files.spared(name):
                 _write(path, policy, document)
         return _event(policy, document)
 
@@ -76,7 +73,6 @@ class SearchRecords:
         return fields
 
     def _text(self, culprit: Culprit) -> dict[str, str]:
-        """The token and what stands around it, special tokens included."""
         at, ids = culprit.position - culprit.context_start, culprit.context_token_ids
         return {
             "text_before": self._decoded(ids[:at]),
@@ -87,11 +83,9 @@ class SearchRecords:
     def _decoded(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None and self._make_tokenizer is not None:
             self._tokenizer = self._make_tokenizer()
-        return (
-            ""
-            if self._tokenizer is None
-            else self._tokenizer.decode(np.array(ids, dtype=np.int32), skip_special_tokens=False)
-        )
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(np.array(ids, dtype=np.int32), skip_special_tokens=False)
 
 
 def _write(path: Path, policy: PolicyVersion, document: dict[str, Any]) -> None:
@@ -128,21 +122,8 @@ def _number(value: float) -> float | None:
 
 
 _OF_THE_SEARCH = (
-    *(
-        "outcome",
-        "trigger",
-        "action",
-        "acted",
-        "loss",
-        "grad_norm",
-        "threshold",
-        "tau",
-        "explained",
-        "passes",
-        "tokens_forwarded",
-        "seconds",
-    ),
-    *("removed_terms", "grad_norm_after", "exceeds_after", "saved"),
+    *("outcome", "trigger", "action", "acted", "loss", "grad_norm", "threshold", "tau", "explained"),
+    *("passes", "tokens_forwarded", "seconds", "removed_terms", "grad_norm_after", "exceeds_after", "saved"),
 )
 _OF_THE_CULPRIT = (
     *("token_id", "token_text", "text_before", "text_after", "trajectory_id", "position", "policy", "replica", "type"),
@@ -150,16 +131,12 @@ _OF_THE_CULPRIT = (
 )
 
 
-def _event(policy: PolicyVersion, document: dict[str, Any]) -> Fields:
+def _event(policy: PolicyVersion, document: dict[str, Any]) -> dict[str, Any]:
     """One row: the search, and its first culprit; norms of blocks and all others are in the file."""
     culprits = document["culprits"]
+    search = {name: document[name] for name in _OF_THE_SEARCH}
     first = {name: culprits[0][name] for name in _OF_THE_CULPRIT} if culprits else {}
-    return {
-        "step": policy.version,
-        **{name: document[name] for name in _OF_THE_SEARCH},
-        "culprits": len(culprits),
-        **first,
-    }
+    return {"step": policy.version, **search, "culprits": len(culprits), **first}
 
 
 def read_searches(run: RunDir) -> list[dict[str, Any]]:

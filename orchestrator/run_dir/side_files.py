@@ -37,7 +37,6 @@ class SideFiles:
             self._failing.discard(what)
 
     def failed(self, what: str, reason: str) -> None:
-        """`what` could not be written or removed."""
         self.failures += 1
         if what not in self._failing:
             self._failing.add(what)
@@ -50,7 +49,6 @@ class SideFiles:
         return said
 
     async def report(self) -> None:
-        """Record an event for each trouble that has none yet."""
         while self._unreported:
             what, reason = self._unreported.popleft()
             await self._record_event("side_file_failed", {"what": what, "reason": reason})

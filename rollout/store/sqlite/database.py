@@ -32,7 +32,6 @@ class DispatchRow(NamedTuple):
 
     @property
     def slot(self) -> Slot:
-        """Where it is counted."""
         held = self.state is DispatchState.LEASED
         return Slot(self.state, self.step_version if held else None, self.reason)
 
@@ -56,6 +55,7 @@ class Transaction:
         self.now_s = now_s
         self.events: list[tuple[int, str | None, str]] = []
         self.moves: list[tuple[Slot | None, Slot]] = []
+        """What to count in another slot than before (None: a new dispatch), once this transaction has committed."""
         self._next_number = first_number
 
     def event(self, kind: str, /, **fields: object) -> None:
@@ -83,7 +83,8 @@ class Transaction:
         return sorted(self._rows("state", states))
 
     def _rows(self, column: str, values: Iterable[str]) -> Iterator[DispatchRow]:
-        return map(_row, self.among(f"SELECT {_ROW_COLUMNS} FROM dispatches", column, values))
+        for sequence, dispatch_id, state, *rest in self.among(f"SELECT {_ROW_COLUMNS} FROM dispatches", column, values):
+            yield DispatchRow(sequence, dispatch_id, _STATES[state], *rest)
 
     def require(self, dispatch_ids: Sequence[str], doing: str) -> list[DispatchRow]:
         """The rows of these ids, in their order.
@@ -107,15 +108,10 @@ class Transaction:
         found = self.among(select, "sequence", (row.sequence for row in rows), order)
         return {sequence: values for sequence, *values in found}
 
-    def recount(self, old: Slot | None, new: Slot) -> None:
-        """Count one dispatch in `new` instead of `old` (None: it is new), once this transaction has committed."""
-        self.moves.append((old, new))
-
     def move(self, rows: Sequence[DispatchRow], state: DispatchState) -> None:
         """Bring `rows` to a state that needs no further field; a step that they carried is taken off unless they end as
         trained."""
-        for row in rows:
-            self.recount(row.slot, Slot(state))
+        self.moves += [(row.slot, Slot(state)) for row in rows]
         step = "" if state is DispatchState.TRAINED else ", step_epoch = NULL, step_version = NULL"
         self.connection.executemany(
             f"UPDATE dispatches SET state = ?{step} WHERE sequence = ?", [(state, row.sequence) for row in rows]
@@ -155,8 +151,14 @@ class Database:
         with store_errors(doing):
             self.connection.execute("BEGIN IMMEDIATE")
             try:
-                self._refuse_replaced(doing)
-                work = Transaction(self.connection, self._first_number(), self._clock())
+                if (stored := self._stored_epoch()) != self.epoch:
+                    raise FencedError(
+                        f"{doing}: another process has opened trainer epoch {stored} on this store, which was at "
+                        f"{self.epoch}: only the newest may change the run"
+                    )
+                # The export may know more events than a database that lost power.
+                newest = self.connection.execute("SELECT max(number) FROM events").fetchone()[0] or 0
+                work = Transaction(self.connection, max(newest, self._journal.exported) + 1, self._clock())
                 yield work
                 self.connection.executemany(
                     "INSERT INTO events(number, dispatch_id, line) VALUES (?, ?, ?)", work.events
@@ -188,7 +190,6 @@ class Database:
             self._tally = Tally(count_slots(self.connection))
 
     def counts(self) -> Counts:
-        """The counts kept in memory."""
         return self._tally.counts()
 
     def close(self) -> None:
@@ -199,28 +200,10 @@ class Database:
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self.connection.close()
 
-    def _refuse_replaced(self, doing: str) -> None:
-        stored = self._stored_epoch()
-        if stored != self.epoch:
-            raise FencedError(
-                f"{doing}: another process has opened trainer epoch {stored} on this store, which was at {self.epoch}: "
-                "only the newest may change the run"
-            )
-
     def _stored_epoch(self) -> int:
         return self.connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()[0]
-
-    def _first_number(self) -> int:
-        """One more than any number that was ever seen: the export may know more than a database that lost power."""
-        newest = self.connection.execute("SELECT max(number) FROM events").fetchone()[0] or 0
-        return max(newest, self._journal.exported) + 1
 
 
 def _rest(fields: dict[str, object]) -> str:
     """The end of an object that has begun: these fields and the closing brace."""
     return f",{compact_json(fields)[1:]}" if fields else "}"
-
-
-def _row(values: tuple[int, str, str, int | None, str | None, str, int, int]) -> DispatchRow:
-    sequence, dispatch_id, state, step_version, reason, prompt_id, pass_index, attempt = values
-    return DispatchRow(sequence, dispatch_id, _STATES[state], step_version, reason, prompt_id, pass_index, attempt)

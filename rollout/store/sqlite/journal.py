@@ -91,12 +91,8 @@ class Journal:
             write_all(self._file, [memoryview(data)])
         except OSError as error:
             if not self._lagging:
-                _log.warning(
-                    "%s lags behind the store from event %d on: %s; it will be caught up with",
-                    self._path,
-                    lines[0][0],
-                    error,
-                )
+                lag = (self._path, lines[0][0], error)
+                _log.warning("%s lags behind the store from event %d on: %s; it will be caught up with", *lag)
             self._lagging = True
             if os.fstat(self._file).st_size > self._size:
                 os.ftruncate(self._file, self._size)
@@ -106,7 +102,6 @@ class Journal:
         self.exported = lines[-1][0]
 
     def close(self) -> None:
-        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

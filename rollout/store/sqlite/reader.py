@@ -98,7 +98,6 @@ class StoreReader:
         )
 
     def counts(self) -> Counts:
-        """Where all dispatches are."""
         with store_errors("reading the store"):
             return Tally(count_slots(self._connection)).counts()
 
@@ -108,7 +107,9 @@ class StoreReader:
 
     def commits(self) -> tuple[StepCommit, ...]:
         """The commit records of the lineage, in order: what was trained, and in which step."""
-        columns = "epoch, version, dispatch_ids, trained, masked, dropped"
+        sql = (
+            "SELECT epoch, version, dispatch_ids, trained, masked, dropped FROM commits WHERE lineage ORDER BY version"
+        )
         return tuple(
             StepCommit(
                 policy=PolicyVersion(epoch, version),
@@ -117,13 +118,10 @@ class StoreReader:
                 trajectories_masked=masked,
                 trajectories_dropped=dropped,
             )
-            for epoch, version, dispatch_ids, trained, masked, dropped in self._all(
-                f"SELECT {columns} FROM commits WHERE lineage ORDER BY version"
-            )
+            for epoch, version, dispatch_ids, trained, masked, dropped in self._all(sql)
         )
 
     def close(self) -> None:
-        """Close all files."""
         self._segments.close()
         self._connection.close()
 

@@ -59,25 +59,18 @@ def header_of_text(text: str) -> GroupHeader:
     """The header that `header_text` wrote."""
     *values, rows = json.loads(text)
     stored: dict[str, Any] = dict(zip(_HEADER, values, strict=True))
-    return GroupHeader(**stored, trajectories=tuple(_trajectory_header(*row) for row in rows))
-
-
-def _trajectory_header(
-    trajectory_id: str,
-    num_tokens: int,
-    num_sampled: int,
-    tokens: list[tuple[int, int, int]],
-    reward: float,
-    finish: str,
-) -> TrajectoryHeader:
-    return TrajectoryHeader(
-        trajectory_id=trajectory_id,
-        num_tokens=num_tokens,
-        num_sampled=num_sampled,
-        tokens_by_policy=tuple((PolicyVersion(epoch, version), count) for epoch, version, count in tokens),
-        reward=reward,
-        finish_reason=FinishReason(finish),
+    trajectories = tuple(
+        TrajectoryHeader(
+            trajectory_id=trajectory_id,
+            num_tokens=num_tokens,
+            num_sampled=num_sampled,
+            tokens_by_policy=tuple((PolicyVersion(epoch, version), count) for epoch, version, count in tokens),
+            reward=reward,
+            finish_reason=FinishReason(finish),
+        )
+        for trajectory_id, num_tokens, num_sampled, tokens, reward, finish in rows
     )
+    return GroupHeader(**stored, trajectories=trajectories)
 
 
 def ledger_entry(epoch: int, version: int, digest: str) -> LedgerEntry:

@@ -142,7 +142,6 @@ class SegmentReader:
         return payload
 
     def close(self) -> None:
-        """Close all segments."""
         while self._files:
             os.close(self._files.popitem()[1])
 

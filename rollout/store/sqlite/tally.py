@@ -33,7 +33,6 @@ class Tally:
         self._slots[new] += 1
 
     def counts(self) -> Counts:
-        """The counts as callers see them."""
         at = self._slots
 
         def by_reason(state: DispatchState) -> tuple[tuple[str, int], ...]:

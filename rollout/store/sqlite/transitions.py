@@ -58,7 +58,7 @@ def record_dispatches(work: Transaction, dispatches: Sequence[Dispatch], cursor:
             "replica": d.replica,
         }
         work.event_of([d.dispatch_id], EventKind.DISPATCHED, **named)
-        work.recount(None, Slot(DispatchState.DISPATCHED))
+    work.moves.extend([(None, Slot(DispatchState.DISPATCHED))] * len(dispatches))
 
 
 def _move_cursor(work: Transaction, cursor: PromptCursor) -> None:
@@ -139,7 +139,7 @@ def _repeated(dispatch_ids: Sequence[str], how: str) -> list[str]:
 
 def acknowledge(work: Transaction, commit: StepCommit) -> None:
     """Write the commit record of a step; the groups that it names are trained, and held until a checkpoint."""
-    epoch, version = _pair(commit.policy)
+    epoch, version = commit.policy.trainer_epoch, commit.policy.version
     totals = {
         "trained": commit.trajectories_trained,
         "masked": commit.trajectories_masked,
@@ -167,8 +167,7 @@ def acknowledge(work: Transaction, commit: StepCommit) -> None:
     )
     work.event(EventKind.STEP_COMMITTED, policy=commit.policy.key, dispatch_ids=commit.dispatch_ids, **totals)
     work.event_of(commit.dispatch_ids, EventKind.TRAINED, step=commit.policy.key)
-    for row in rows:
-        work.recount(row.slot, Slot(DispatchState.LEASED, version))
+    work.moves.extend((row.slot, Slot(DispatchState.LEASED, version)) for row in rows)
 
 
 def _leased_rows(work: Transaction, dispatch_ids: Sequence[str], doing: str) -> list[DispatchRow]:
@@ -206,17 +205,12 @@ def end(work: Transaction, endings: Sequence[Ending]) -> list[Readmission]:
     for ending in endings:
         row = found[ending.dispatch_id]
         if row.trained or row.reason is not None:
-            work.event_of(
-                [row.dispatch_id],
-                EventKind.ENDING_LEFT_OUT,
-                state=row.state,
-                reason=ending.reason,
-                detail=ending.detail,
-            )
+            said = {"state": row.state, "reason": ending.reason, "detail": ending.detail}
+            work.event_of([row.dispatch_id], EventKind.ENDING_LEFT_OUT, **said)
             continue
         sql = "UPDATE dispatches SET state = ?, reason = ?, detail = ? WHERE sequence = ?"
         work.connection.execute(sql, (ending.state, ending.reason, ending.detail, row.sequence))
-        work.recount(row.slot, Slot(ending.state, None, ending.reason.value))
+        work.moves.append((row.slot, Slot(ending.state, None, ending.reason.value)))
         kind = EventKind.REJECTED if ending.state is DispatchState.REJECTED else EventKind.FAILED
         work.event_of([row.dispatch_id], kind, reason=ending.reason, detail=ending.detail, readmitted=ending.readmit)
         found[row.dispatch_id] = row._replace(state=ending.state, reason=ending.reason)
@@ -239,7 +233,7 @@ def readmit(work: Transaction, row: DispatchRow, attempt: int) -> Readmission:
 
 def commit_version(work: Transaction, entry: LedgerEntry) -> None:
     """Add a version to the ledger; it must be newer than this epoch's newest and not behind the lineage's."""
-    epoch, version = _pair(entry.policy)
+    epoch, version = entry.policy.trainer_epoch, entry.policy.version
     newest = work.connection.execute(
         "SELECT max(version) FROM ledger WHERE lineage AND epoch = ?", (epoch,)
     ).fetchone()[0]
@@ -256,7 +250,3 @@ def commit_version(work: Transaction, entry: LedgerEntry) -> None:
         "INSERT INTO ledger(epoch, version, digest) VALUES (?, ?, ?)", (epoch, version, entry.digest)
     )
     work.event(EventKind.VERSION_COMMITTED, policy=entry.policy.key, digest=entry.digest)
-
-
-def _pair(policy: PolicyVersion) -> tuple[int, int]:
-    return policy.trainer_epoch, policy.version
