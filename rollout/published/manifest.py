@@ -4,7 +4,6 @@ read this alike."""
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,11 @@ def digest_file(path: Path) -> tuple[TensorEntry, ...]:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
     ):
-        return tuple(
-            TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, sha256=_sha256(view, s.start, s.end)) for s in spans
-        )
+        digests = [hashlib.sha256(view[span.start : span.end]).hexdigest() for span in spans]
+    return tuple(
+        TensorEntry(name=span.name, dtype=span.dtype, shape=span.shape, sha256=digest)
+        for span, digest in zip(spans, digests, strict=True)
+    )
 
 
 def digest_directory(directory: Path) -> tuple[TensorEntry, ...]:
@@ -108,35 +109,3 @@ def digest_directory(directory: Path) -> tuple[TensorEntry, ...]:
             f"{directory} holds {twice[0]} in two files; expected each tensor once: publish or copy the model again"
         )
     return tuple(entries)
-
-
-def verify_directory(manifest: WeightManifest) -> None:
-    """Read every byte of a disk manifest's directory and compare.
-
-    Raises:
-        WeightSyncError: a tensor is missing, unknown or different; the message names it.
-    """
-    with boundary(WeightSyncError, f"cannot read the published weights of {manifest.policy.key}"):
-        found = digest_directory(Path(manifest.location))
-    difference = describe_difference(manifest.tensors, found)
-    if difference:
-        raise WeightSyncError(
-            f"weights of {manifest.policy.key} in {manifest.location}: {difference}; publish them again"
-        )
-
-
-def describe_difference(expected: Iterable[TensorEntry], found: Iterable[TensorEntry]) -> str:
-    """What differs between two lists of tensors, in words; empty if nothing does."""
-    wanted, present = {t.name: t for t in expected}, {t.name: t for t in found}
-    missing, unknown = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
-    changed = sorted(name for name in wanted.keys() & present.keys() if wanted[name] != present[name])
-    parts = [
-        f"{len(names)} {what} (first {names[0]})"
-        for names, what in ((missing, "missing"), (unknown, "not published"), (changed, "different"))
-        if names
-    ]
-    return ", ".join(parts)
-
-
-def _sha256(view: memoryview, start: int, end: int) -> str:
-    return hashlib.sha256(view[start:end]).hexdigest()

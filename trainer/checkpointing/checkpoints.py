@@ -3,9 +3,8 @@ are `sharded_state`'s."""
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +17,6 @@ STATE_NAME = "state.json"
 TENSORS_NAME = "tensors"
 _FORMAT = 2
 
-JsonScalar = str | int | float | bool | None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
@@ -30,8 +27,6 @@ class CheckpointState:
     seed: int
     weights_digest: str
     """Digest of that policy's published weights, empty if they were not published."""
-    store_position: Mapping[str, JsonScalar] = field(default_factory=dict[str, JsonScalar])
-    """Where the store's log stood; opaque to the trainer."""
 
 
 def state_bytes(state: CheckpointState) -> bytes:
@@ -42,7 +37,7 @@ def state_bytes(state: CheckpointState) -> bytes:
             "policy": state.policy.key,
             "seed": state.seed,
             "weights_digest": state.weights_digest,
-            "store_position": dict(state.store_position),
+            "store_position": {},  # always empty; it stands so that every checkpoint of this format has the same keys
         }
     )
 
@@ -65,7 +60,6 @@ def read_state(directory: Path) -> CheckpointState:
             policy=PolicyVersion.parse(str(fields["policy"])),
             seed=int(cast(int, fields["seed"])),
             weights_digest=str(fields["weights_digest"]),
-            store_position=cast(dict[str, JsonScalar], fields["store_position"]),
         )
     except OSError as error:
         raise UserError(

@@ -3,6 +3,8 @@ what is in them."""
 
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollout.errors import UserError
@@ -19,15 +21,21 @@ def begin_directory(directory: Path) -> Path:
     if directory.exists():
         raise UserError(f"{directory} exists already; a version is written once: choose another run name or directory")
     temporary = directory.with_name(_TEMPORARY + directory.name)
-    try:
+    with _writing(directory):
         if temporary.exists():
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
+    return temporary
+
+
+@contextmanager
+def _writing(directory: Path) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written"
         ) from error
-    return temporary
 
 
 def complete_directory(temporary: Path, directory: Path, synced: frozenset[Path] = frozenset()) -> None:
@@ -39,17 +47,13 @@ def complete_directory(temporary: Path, directory: Path, synced: frozenset[Path]
     Raises:
         UserError: the disk is full or cannot be written; `directory` is then absent.
     """
-    try:
+    with _writing(directory):
         for path in temporary.rglob("*"):
             if path not in synced:
                 sync(path)
         sync(temporary)
         temporary.rename(directory)
         sync(directory.parent)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {directory}: {error.strerror}; free space, or choose a run directory that can be written"
-        ) from error
 
 
 def partial_directories(parent: Path) -> list[Path]:

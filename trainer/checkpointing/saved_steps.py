@@ -96,9 +96,8 @@ def save_step(parent: Path, saved: SavedStep, keep: int) -> tuple[str, tuple[str
     alike = [directory for directory in kept if _fields(directory)["applied"] == saved.applied]
     oldest = sorted(alike, key=lambda path: not _is_later_try(path))
     removed = oldest[: max(0, len(alike) + 1 - keep)]
-    with boundary(
-        UserError, f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"
-    ):
+    still = f"{parent / name} is written, but older ones below {parent} cannot be removed (let them be removed)"
+    with boundary(UserError, still):
         for path in [*removed, *partial_directories(parent)]:
             # Without its description it is no saved step any more, so a crash in the middle leaves nothing that looks
             # like one.
@@ -158,14 +157,14 @@ def read_step(directory: Path) -> SavedStep:
                 verdicts=tuple(arrays[f"verdict-{number}"].tobytes() for number in numbers),
             )
             random_state = arrays["random_state"]
-        measured: dict[str, Any] = {name: float(fields[name]) for name in _AS_TEXT}
+        plain: dict[str, Any] = {name: fields[name] for name in _AS_THEY_ARE}
+        plain |= {name: float(fields[name]) for name in _AS_TEXT}
         return SavedStep(
             groups=groups,
             request=request,
             random_state=random_state,
             weights=PolicyVersion.parse(fields["weights"]),
-            **{name: fields[name] for name in _AS_THEY_ARE},
-            **measured,
+            **plain,
             planted=tuple(PlantedFault(**planted) for planted in fields["planted"]),
         )
 
@@ -196,9 +195,8 @@ def _write_batch(path: Path, saved: SavedStep) -> None:
 
 
 def _fields(directory: Path) -> dict[str, Any]:
-    with boundary(
-        UserError, f"cannot read {directory / STEP_NAME} (remove the folder, or copy the run directory again)"
-    ):
+    cure = "remove the folder, or copy the run directory again"
+    with boundary(UserError, f"cannot read {directory / STEP_NAME} ({cure})"):
         fields = cast(dict[str, Any], json.loads((directory / STEP_NAME).read_bytes()))
         if fields["format"] != _FORMAT:
             raise UserError(

@@ -79,9 +79,8 @@ def load_checkpoint(
     """
     state = read_state(directory)
     tensors = _tensors(model, optimizer)
-    with _foreign_failures(
-        f"cannot load checkpoint {directory} (it is damaged or of another model; resume from another one)"
-    ):
+    cure = "it is damaged or of another model; resume from another one"
+    with _foreign_failures(f"cannot load checkpoint {directory} ({cure})"):
         _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
         set_state_dict(
             model, optimizer.optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
@@ -114,12 +113,8 @@ def _load_clip(directory: Path, optimizer: PolicyOptimizer) -> None:
         if saved["type"] == kind:
             optimizer.clip.load_state_dict(saved)
             return
-    _log.warning(
-        "checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one",
-        directory,
-        saved["type"],
-        kind,
-    )
+    lost = "checkpoint %s holds the history of a clip of kind %s; the clip of kind %s starts without one"
+    _log.warning(lost, directory, saved["type"], kind)
 
 
 def _load_search(path: Path, search: Memory) -> None:

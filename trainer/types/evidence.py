@@ -96,7 +96,6 @@ class CheckFinding:
     def open_question(
         cls, code: str, detail: str, positions: tuple[int, ...] = (), check: Check = Check.EVIDENCE
     ) -> "CheckFinding":
-        """Something could not be checked."""
         return cls(check=check, severity=CheckSeverity.INCOMPLETE, code=code, detail=detail, positions=positions)
 
     @classmethod
@@ -106,7 +105,6 @@ class CheckFinding:
 
     @property
     def failed(self) -> bool:
-        """Whether the trajectory must not be trained on as it is."""
         return self.severity is CheckSeverity.FAIL
 
     @property
@@ -163,7 +161,6 @@ class TrajectoryEvidence:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Codes of the findings that failed, in order, once each."""
         return tuple(dict.fromkeys(f.code for f in self.findings if f.failed))
 
 

@@ -28,11 +28,6 @@ class BucketCounts:
     total: float
     """Sum of the values."""
 
-    @property
-    def num_values(self) -> int:
-        """Values in all buckets."""
-        return sum(self.counts)
-
 
 NO_LOG_RATIOS = BucketCounts((0,) * (len(LOG_RATIO_EDGES) + 1), 0.0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.published import verify_directory
 from support.trainer.torch_models import (
     Reference,
     identity_of,
@@ -36,7 +37,7 @@ from rollout.faults.config import (
 from rollout.faults.engines.doctored_files import doctored_copy
 from rollout.faults.engines.weight_edits import WeightDoctor
 from rollout.faults.registry import plant_engine
-from rollout.published.manifest import read_manifest, verify_directory, write_manifest
+from rollout.published.manifest import read_manifest, write_manifest
 from rollout.published.number_formats import decoded, encoded, rounded_to_bf16, rounded_to_e4m3
 from rollout.types.generation import PauseMode, TokenChunk
 from rollout.types.protocols import Engine

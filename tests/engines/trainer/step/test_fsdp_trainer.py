@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.builders import build_dispatch, build_group, build_stored
+from support.published import verify_directory
 from support.trainer import trainer_scenarios as scenarios
 from support.trainer.trainer_room import VOCABULARY, stored, write_model
 from transformers import (
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from rollout.errors import UserError
-from rollout.published.manifest import read_manifest, verify_directory
+from rollout.published.manifest import read_manifest
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.config.trainer import GrpoConfig, OptimizerConfig, ScheduleConfig
@@ -193,7 +194,7 @@ def test_on_policy_the_ratio_is_one(tmp_path: Path):
     assert report.loss == pytest.approx(0.0, abs=1e-6)  # advantages of a group sum to 0, lengths are alike
     assert report.grad_norm > 1e-3
     ((part, ratios),) = report.log_ratios
-    assert (part, ratios.num_values) == ("total", report.num_tokens)
+    assert (part, sum(ratios.counts)) == ("total", report.num_tokens)
     assert ratios.counts[len(LOG_RATIO_EDGES) // 2] == report.num_tokens, "all between 1 / 1.001 and 1.001"
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.paths import ROOT
+from support.published import verify_directory
 from support.trainer.trainer_room import stored
 
 from rollout.errors import UserError, WeightSyncError
 from rollout.published.digests import manifest_digest
-from rollout.published.manifest import digest_directory, read_manifest, verify_directory
+from rollout.published.manifest import digest_directory, read_manifest
 from rollout.types.weights import PolicyVersion
 from trainer.checkpointing.checkpoints import (
     STATE_NAME,
@@ -40,9 +41,7 @@ def scripted(step_s: float = 0.0) -> ScriptedTrainer:
 
 def checkpoint(parent: Path, policy: PolicyVersion) -> Path:
     directory = parent / policy.key
-    scripted().save_checkpoint(
-        directory, CheckpointState(policy=policy, seed=7, weights_digest="d" * 64, store_position={"event": 12})
-    )
+    scripted().save_checkpoint(directory, CheckpointState(policy=policy, seed=7, weights_digest="d" * 64))
     return directory
 
 
@@ -162,12 +161,7 @@ def test_a_checkpoint_whose_folder_is_in_the_way_is_a_user_error(tmp_path: Path)
 
 def test_a_checkpoint_tells_its_state(tmp_path: Path):
     state = scripted().load_checkpoint(checkpoint(tmp_path, V1))
-    assert (state.policy, state.seed, state.weights_digest, dict(state.store_position)) == (
-        V1,
-        7,
-        "d" * 64,
-        {"event": 12},
-    )
+    assert (state.policy, state.seed, state.weights_digest) == (V1, 7, "d" * 64)
 
 
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path):
