@@ -35,7 +35,6 @@ class Tasks:
         return await self._own(work, work, name)
 
     async def close(self) -> None:
-        """Cancel what runs, and wait for its end."""
         while self._running:
             for task in self._running:
                 task.cancel()

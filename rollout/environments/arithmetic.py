@@ -51,9 +51,9 @@ def envs(config: ArithmeticConfig, prompt: Prompt, tokenizer: Tokenizer, count: 
     """Environments that ask the sums of `prompt` one after the other."""
     ids = prompt_tokens(prompt, tokenizer, apply_chat_template=False)
     later = [_continued(tokenizer, text) for key, text in prompt.metadata if key == LATER]
-    return tuple(
-        FixedTurnsEnv(config.type, ids, later) if later else SingleTurnEnv(config.type, ids) for _ in range(count)
-    )
+    if not later:
+        return tuple(SingleTurnEnv(config.type, ids) for _ in range(count))
+    return tuple(FixedTurnsEnv(config.type, ids, later) for _ in range(count))
 
 
 def easy_sums(digits: int, seed: int, kept_out: Iterable[Prompt]) -> PromptSource:

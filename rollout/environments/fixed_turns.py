@@ -16,5 +16,4 @@ class FixedTurnsEnv:
         return self._ids
 
     async def reply(self, sampled_ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """The next reply, whatever the policy said."""
         return next(self._replies, None)

@@ -55,11 +55,9 @@ def _task(present: Mapping[str, object], place: str, config: JsonlConfig) -> tup
         system = () if config.system_prompt is None else (Message(role="system", content=config.system_prompt),)
         return None, (*system, *_messages(cast(list[object], value), key, place))
     if key != config.prompt_key or not isinstance(value, str):
-        wanted = (
-            "a list of messages"
-            if key == config.messages_key
-            else f"a string (for a list of messages set environment.messages_key = {key!r})"
-        )
+        wanted = f"a string (for a list of messages set environment.messages_key = {key!r})"
+        if key == config.messages_key:
+            wanted = "a list of messages"
         raise UserError(f"{place}: {key!r} is {_shown(value)}; expected {wanted}")
     if not value:
         raise UserError(f"{place}: {key!r} is empty; a prompt needs at least one character")

@@ -20,11 +20,9 @@ class SingleTurnEnv:
     """[P], read-only."""
 
     def prompt_ids(self) -> NDArray[np.int32]:
-        """[P] tokens that the policy sees first."""
         return self.ids
 
     async def reply(self, sampled_ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """None: the episode is over after one turn."""
         return None
 
 

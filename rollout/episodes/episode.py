@@ -45,26 +45,17 @@ async def run_group(
     """Run all samples of a dispatch and have them judged.
 
     Args:
-        dispatch: the unit of work; its id names requests (`ID:0`, later turns `ID:TURN:SAMPLE`) and trajectories
-            (`ID-SAMPLE`).
-        engine: the replica that samples.
+        dispatch: its id names requests (`ID:0`, later turns `ID:TURN:SAMPLE`) and trajectories (`ID-SAMPLE`).
         envs: one single-use environment a sample; all show the same prompt.
-        score: judges the finished trajectories.
-        tag: the replica's.
-        tokenizer: decodes completions (the sampled tokens of all turns, special tokens left out) and knows the end
-            tokens.
-        settings: the run's.
+        tokenizer: decodes completions (the sampled tokens of all turns, special tokens left out).
 
     Raises:
         EpisodeFailure: with the reason for which the dispatch ends without a group.
     """
     episode = Episode(dispatch, engine, envs, tag, tokenizer.eos_ids, settings)
     await episode.run()
-    with failing_as(
-        FailReason.ENGINE,
-        EngineError,
-        f"dispatch {dispatch.dispatch_id}: what replica {tag.replica} returned is no trajectory",
-    ):
+    returned = f"dispatch {dispatch.dispatch_id}: what replica {tag.replica} returned is no trajectory"
+    with failing_as(FailReason.ENGINE, EngineError, returned):
         trajectories = episode.trajectories()
         completions = [tokenizer.decode(t.token_ids[t.sampled]) if settings.decode else "" for t in trajectories]
     rewards, reward_s = await _judged(dispatch, score, trajectories, completions)

@@ -148,9 +148,8 @@ class GrowingSample:
 
 
 def _merged_routing(parts: Sequence[RoutingTrace], rows: int) -> RoutingTrace:
-    experts = np.zeros(
-        (rows, *parts[0].experts.shape[1:]), dtype=np.result_type(*(part.experts.dtype for part in parts))
-    )
+    dtype = np.result_type(*(part.experts.dtype for part in parts))
+    experts = np.zeros((rows, *parts[0].experts.shape[1:]), dtype=dtype)
     covered = np.zeros(rows, dtype=np.bool_)
     for part in reversed(parts):
         known = np.flatnonzero(part.covered)

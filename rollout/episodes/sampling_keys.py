@@ -9,14 +9,7 @@ _MASK_63 = (1 << 63) - 1
 
 
 def sampling_key(seed: int, pass_index: int, prompt_id: str, sample_index: int, turn: int = 0) -> int:
-    """63-bit key of one sample's draws: BLAKE2b over the canonical JSON of the arguments.
-
-    Args:
-        seed: the run's seed.
-        pass_index: which run through the data.
-        prompt_id: the task.
-        sample_index: place in the group, from 0.
-        turn: turn of the conversation, from 0; each turn draws anew.
-    """
+    """63-bit key of one sample's draws: BLAKE2b over the canonical JSON of the arguments. Samples of a group and turns
+    of a conversation count from 0."""
     digest = hashlib.blake2b(canonical_json([seed, pass_index, prompt_id, sample_index, turn]), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK_63

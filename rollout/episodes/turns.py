@@ -81,7 +81,8 @@ class Episode:
             async with asyncio.TaskGroup() as later_turns:
                 await self._turn(request, self._samples, 0, later_turns)
         except BaseExceptionGroup as failures:
-            raise _first_failure(failures) from failures
+            classified = [failure for failure in failures.exceptions if isinstance(failure, EpisodeFailure)]
+            raise (classified or failures.exceptions)[0] from failures
 
     def trajectories(self) -> list[Trajectory]:
         """The finished samples, in order.
@@ -114,10 +115,8 @@ class Episode:
         name, context = self._dispatch.prompt.prompt_id, self._settings.max_context
         with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, f"prompt {name}"):
             if len(self._envs) != self._dispatch.group_size:
-                raise EnvironmentFailure(
-                    f"got {len(self._envs)} environments for a group of {self._dispatch.group_size}; expected one a "
-                    "sample"
-                )
+                got = f"got {len(self._envs)} environments for a group of {self._dispatch.group_size}"
+                raise EnvironmentFailure(f"{got}; expected one a sample")
             prompts = [env.prompt_ids() for env in self._envs]
             if any(ids is not prompts[0] and not np.array_equal(ids, prompts[0]) for ids in prompts):
                 raise EnvironmentFailure(
@@ -133,11 +132,9 @@ class Episode:
         """`sample` goes on, once for each of `indices` (places in the group)."""
         settings, prompt = self._settings, self._dispatch.prompt
         room = settings.max_context - sample.length
-        sampling = (
-            settings.sampling
-            if room >= settings.sampling.max_new_tokens
-            else replace(settings.sampling, max_new_tokens=room)
-        )
+        sampling = settings.sampling
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
         seeds: tuple[int, ...] = ()
         if settings.seed is not None:
             task = (settings.seed, prompt.pass_index, prompt.prompt_id)
@@ -202,11 +199,8 @@ class Episode:
 
     async def _reply(self, index: int, sample: GrowingSample) -> NDArray[np.int32] | None:
         env = self._envs[index]
-        with failing_as(
-            FailReason.ENVIRONMENT,
-            EnvironmentFailure,
-            f"environment {env.name}, sample {index} of dispatch {self._dispatch.dispatch_id}",
-        ):
+        name = f"environment {env.name}, sample {index} of dispatch {self._dispatch.dispatch_id}"
+        with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, name):
             reply = await env.reply(sample.turn_ids())
             if reply is not None:
                 _check_given(reply, "a reply")
@@ -225,10 +219,3 @@ def _check_given(token_ids: NDArray[np.int32], what: str) -> None:
         raise EnvironmentFailure(
             f"got {what} of {token_ids.dtype} {token_ids.shape}; expected a non-empty int32 vector"
         )
-
-
-def _first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A classified failure where there is one."""
-    return next(
-        (failure for failure in failures.exceptions if isinstance(failure, EpisodeFailure)), failures.exceptions[0]
-    )

@@ -65,21 +65,15 @@ class EpisodeWorker:
         self._broken: ConcordError | None = None
 
     def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
-        """From now on, dispatches for `slot` go to `engine`."""
         self._engines[slot] = (engine, tag)
 
     def submit(self, dispatches: Sequence[Dispatch]) -> None:
-        """Start an episode for each dispatch."""
         for dispatch in dispatches:
             self._tasks.start(self._run(dispatch), partial(self._lost, dispatch), dispatch.dispatch_id)
 
     async def collect(self) -> tuple[Outcome, ...]:
-        """All that has come back since the last call; waits for the first, at most COLLECT_WAIT_S.
-
-        Raises:
-            ConcordError: finished groups could not be put into the store (disk full, ...): this worker can keep
-                nothing.
-        """
+        """All that has come back since the last call; waits for the first, at most COLLECT_WAIT_S. Raises why finished
+        groups could not be put into the store: this worker can then keep nothing."""
         if not self._outcomes and self._broken is None:
             try:
                 async with asyncio.timeout(COLLECT_WAIT_S):
@@ -101,13 +95,8 @@ class EpisodeWorker:
             async with asyncio.timeout(self._settings.deadline_s):
                 group = await self._episode(dispatch)
         except TimeoutError:
-            self._come_back(
-                self._ending(
-                    dispatch,
-                    FailReason.DEADLINE,
-                    f"the episode took longer than episodes.deadline_s = {self._settings.deadline_s:g}",
-                )
-            )
+            took = f"the episode took longer than episodes.deadline_s = {self._settings.deadline_s:g}"
+            self._come_back(self._ending(dispatch, FailReason.DEADLINE, took))
         except EpisodeFailure as failure:
             self._come_back(self._ending(dispatch, failure.reason, failure.detail))
         else:
@@ -118,10 +107,8 @@ class EpisodeWorker:
 
     async def _episode(self, dispatch: Dispatch) -> EncodedGroup:
         if dispatch.replica not in self._engines:
-            raise EpisodeFailure(
-                FailReason.ENGINE,
-                f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}",
-            )
+            known = f"this worker knows no engine replica {dispatch.replica}; known: {sorted(self._engines)}"
+            raise EpisodeFailure(FailReason.ENGINE, known)
         engine, tag = self._engines[dispatch.replica]
         name = f"the environment of prompt {dispatch.prompt.prompt_id}"
         with failing_as(FailReason.ENVIRONMENT, EnvironmentFailure, name):

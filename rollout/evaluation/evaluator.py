@@ -8,7 +8,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -87,9 +88,7 @@ class Evaluator:
     settings: EpisodeSettings
     samples: int
     """Samples of each prompt."""
-    _engines: dict[int, tuple[Engine, EngineTag]] = field(
-        init=False, default_factory=dict[int, tuple[Engine, EngineTag]]
-    )
+    _engines: dict[int, tuple[Engine, EngineTag]] = field(init=False, default_factory=dict[int, Any])
 
     def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
         self._engines[slot] = (engine, tag)
@@ -136,16 +135,9 @@ class Evaluator:
             """Judge in this process: the pool of reward workers belongs to training."""
             return judge_group(self.function, prompt, completions, trajectories)
 
+        run = partial(run_group, score=judge, tokenizer=self.tokenizer, settings=self.settings)
         try:
-            return await run_group(
-                dispatch,
-                engine=engine,
-                envs=envs,
-                score=judge,
-                tag=tag,
-                tokenizer=self.tokenizer,
-                settings=self.settings,
-            )
+            return await run(dispatch, engine=engine, envs=envs, tag=tag)
         except EpisodeFailure as failure:
             return failure
 

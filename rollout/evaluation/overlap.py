@@ -74,12 +74,8 @@ def check_prompts(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> Prompt
 
 def _shown(prompt: Prompt) -> str:
     """The task's own text: a system prompt is the same for all."""
-    text = (
-        prompt.text
-        if prompt.text is not None
-        else "\n".join(message.content for message in prompt.messages if message.role != "system")
-    )
-    return " ".join(text.split())
+    asked = "\n".join(message.content for message in prompt.messages if message.role != "system")
+    return " ".join((asked if prompt.text is None else prompt.text).split())
 
 
 def _digest(text: str) -> bytes:

@@ -23,7 +23,6 @@ class OtherTemplate(ChangedTokenizer):
         super().__init__(inner, text=lambda text: text[:1] + text, chat=lambda messages: (empty, *messages))
 
     def chat_template_digest(self) -> str:
-        """The digest of the changed template."""
         return json_digest([self.inner.chat_template_digest(), "changed"])
 
 
@@ -34,12 +33,10 @@ class ChangedTemplateEvaluator:
         self._before, self._changed, self._fault = before, changed, fault
 
     def connect(self, slot: int, engine: Engine, tag: EngineTag) -> None:
-        """Both use the engine."""
         self._before.connect(slot, engine, tag)
         self._changed.connect(slot, engine, tag)
 
     async def evaluate(self, slot: int, policy: PolicyVersion, label: str) -> EvaluationReport:
-        """Evaluate with the planted fault from its version on, without it before."""
         chosen = self._changed if policy.version >= self._fault.start_version else self._before
         return await chosen.evaluate(slot, policy, label)
 

@@ -23,7 +23,6 @@ class OverlappingSource:
 
     @property
     def size(self) -> int:
-        """Prompts in one pass."""
         return self._inner.size
 
     def draw(self, cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:

@@ -22,9 +22,8 @@ class MathVerify:
     found is 0."""
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(
-            logging.ERROR
-        )  # it warns that its time limits are off, once in each module
+        # It warns that its time limits are off, once in each module.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, prompt: Prompt, completion: str, trajectory: Trajectory) -> Reward:
         """Raises ValueError where the reference answer itself cannot be read."""
@@ -32,9 +31,8 @@ class MathVerify:
 
         if prompt.answer is None:
             raise ValueError(f"prompt {prompt.prompt_id} has no answer to compare with")
-        wanted = _parsed(
-            prompt.answer if any(mark in prompt.answer for mark in _DELIMITERS) else f"\\boxed{{{prompt.answer}}}"
-        )
+        delimited = any(mark in prompt.answer for mark in _DELIMITERS)
+        wanted = _parsed(prompt.answer if delimited else f"\\boxed{{{prompt.answer}}}")
         if not wanted:
             raise ValueError(
                 f"math-verify finds no mathematics in the answer {prompt.answer!r} of prompt {prompt.prompt_id}"

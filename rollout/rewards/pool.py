@@ -8,7 +8,7 @@ must not know what a worker is made of.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rollout.errors import ConcordError, ProcessLostError, RewardError, boundary
@@ -60,10 +60,6 @@ class _Waiting:
     answer: asyncio.Future[Sequence[Reward]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     alone: bool = False
     """Whether it must be a call of its own: one that it was part of failed as a whole."""
-
-    def isolate(self) -> None:
-        """Judge this group in a call of its own from now on."""
-        self.alone = True
 
 
 class RewardPool:
@@ -166,9 +162,7 @@ class RewardPool:
 
     def _give_up(self, batch: list[_Waiting], cause: TimeoutError | ProcessLostError) -> None:
         if len(batch) > 1:
-            for waiting in batch:
-                waiting.isolate()
-            self._queue.extendleft(reversed(batch))
+            self._queue.extendleft(replace(waiting, alone=True) for waiting in reversed(batch))
             return
         name = batch[0].job.prompt.prompt_id
         if isinstance(cause, ProcessLostError):

@@ -137,9 +137,8 @@ class HuggingFaceTokenizer:
                 f"got chat messages, but the tokenizer of {self._files.model_dir} has no chat template; add "
                 "chat_template.jinja there or give raw prompts"
             )
-        return np.array(
-            self._backend.encode(self._chat_template.render(messages), add_special_tokens=False).ids, dtype=np.int32
-        )
+        text = self._chat_template.render(messages)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def fingerprint(self) -> str:
         return json_digest(self.fingerprint_fields())

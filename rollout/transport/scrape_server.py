@@ -37,9 +37,8 @@ class ScrapeServer:
         Raises:
             OSError: the port is taken, or the host is no address of this machine.
         """
-        family, *_, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
         self.asked = False
         """Whether a scrape has come so far."""
         self._scrapes, self._scraped = 0, threading.Condition()
@@ -50,9 +49,8 @@ class ScrapeServer:
 
         self._server = _Server((str(address[0]), port), family, counted, idle_s, self._answered)
         self._host = host
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(CLOSING_S,), name="scrape server", daemon=True
-        )
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=serve, args=(CLOSING_S,), name="scrape server", daemon=True)
         self._thread.start()
 
     def wait_for_scrapes(self, number: int, deadline_s: float) -> bool:
@@ -122,7 +120,6 @@ class _Server(ThreadingHTTPServer):
         own."""
 
     def cut_all(self) -> None:
-        """End every connection."""
         with self._lock:
             for request in self._open:
                 _cut(request)
@@ -137,9 +134,8 @@ def _cut(request: socket.socket) -> None:
 class _Handler(BaseHTTPRequestHandler):
     """One request a connection, answered in plain text."""
 
-    disable_nagle_algorithm = (
-        True  # headers and body are two writes: the second would wait 40 ms for the client's acknowledgement
-    )
+    # Headers and body are two writes: the second would wait 40 ms for the client's acknowledgement.
+    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         """Every read and write of the connection has the server's deadline."""

@@ -109,7 +109,6 @@ class Ending:
 
     @property
     def state(self) -> DispatchState:
-        """rejected or failed, by the type of the reason."""
         return DispatchState.REJECTED if isinstance(self.reason, RejectReason) else DispatchState.FAILED
 
 
@@ -153,7 +152,6 @@ class Counts:
 
     @property
     def in_flight(self) -> int:
-        """Dispatches that have not ended."""
         return self.dispatched + self.ready + self.audited + self.leased + sum(n for _, n in self.trained_held)
 
 

@@ -213,17 +213,14 @@ class GroupHeader:
 
     @property
     def policies(self) -> frozenset[PolicyVersion]:
-        """Every policy that sampled a token of this group."""
         return frozenset(policy for trajectory in self.trajectories for policy, _ in trajectory.tokens_by_policy)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token."""
         return min(policy.version for policy in self.policies)
 
     @property
     def newest(self) -> PolicyVersion:
-        """Policy of the newest sampled token."""
         return max(self.policies)
 
 

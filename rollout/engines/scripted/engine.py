@@ -66,7 +66,6 @@ class ScriptedEngine:
         return await self.tag()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample; see the protocol."""
         return self._serve(request, 0)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
@@ -75,7 +74,6 @@ class ScriptedEngine:
         return self._serve(request, produced.size)
 
     async def abort(self, request_id: str) -> None:
-        """End a request's samples where they stand."""
         record = self._requests.get(request_id)
         if record is None:
             return
@@ -89,10 +87,8 @@ class ScriptedEngine:
         canary = self._served().canary
         if np.array_equal(canary.token_ids, token_ids):
             return canary.logprobs.copy()
-        key = int.from_bytes(
-            hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest(), "little"
-        )
-        return self._script.score(key, token_ids.size - 1)
+        digest = hashlib.blake2b(token_ids.tobytes() + self._digest.encode(), digest_size=8).digest()
+        return self._script.score(int.from_bytes(digest, "little"), token_ids.size - 1)
 
     async def pause(self, mode: PauseMode) -> None:
         """Freeze running samples, or for DRAIN let all accepted requests finish. A second pause changes nothing."""
@@ -130,7 +126,6 @@ class ScriptedEngine:
         )
 
     async def resume(self) -> None:
-        """Start the clocks of frozen samples again and fill free slots."""
         if self._paused_at_s is None:
             return
         self._paused_at_s, now_s = None, self._clock.now()
@@ -140,18 +135,12 @@ class ScriptedEngine:
         self._fill_slots(now_s)
 
     async def tag(self) -> EngineTag:
-        """What this engine declares about itself."""
-        config = self._config
+        kv, digest = self._config.kv_across_versions, self._digest
         return self._identity.tag(
-            "scripted",
-            "1",
-            dtype=config.dtype,
-            kv_across_versions=config.kv_across_versions,
-            weights_digest=self._digest,
+            "scripted", "1", dtype=self._config.dtype, kv_across_versions=kv, weights_digest=digest
         )
 
     async def healthy(self) -> bool:
-        """True between start and stop."""
         return self._manifest is not None and not self._stopped
 
     async def load(self) -> EngineLoad:

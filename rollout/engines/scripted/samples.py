@@ -92,7 +92,6 @@ class ScriptedRequest:
 
     @property
     def running(self) -> list[ScriptedSample]:
-        """The samples that have not ended."""
         return [sample for sample in self.samples if not sample.ended]
 
 
@@ -100,7 +99,6 @@ class SampleScript:
     """Writes what a request's samples will be, and reads it out as chunks."""
 
     def __init__(self, config: ScriptedConfig, identity: EngineIdentity, shortest: int | None) -> None:
-        """See `ScriptedEngine`."""
         self._config, self._identity, self._shortest = config, identity, shortest
         self._draws = ScriptedDraws(config.vocab_size, config.latency_mean_s, config.latency_sigma)
 
@@ -113,11 +111,9 @@ class SampleScript:
         longest = first + tokens_left(request, first, self._config.max_model_len)
         record = ScriptedRequest(request, longest, [], asyncio.Queue())
         for index, key in enumerate(request_keys(request, self._identity.seed, self._identity.replica)):
-            shortest = (
-                longest
-                if self._shortest is None or request.sampling.ignore_eos
-                else min(longest, max(self._shortest, first + 1))
-            )
+            shortest = longest
+            if self._shortest is not None and not request.sampling.ignore_eos:
+                shortest = min(longest, max(self._shortest, first + 1))
             bits = draw_bits(key)
             length = longest if shortest == longest else self._draws.length(bits, shortest, longest)
             latency_s = self._draws.latency_s(bits) * (length - first) / length if self._config.latency_mean_s else 0.0
@@ -146,5 +142,4 @@ class SampleScript:
         return TokenSupports(counts=np.full(token_ids.size, width, dtype=np.uint8), ids=ids.reshape(-1))
 
     def score(self, key: int, count: int) -> NDArray[np.float32]:
-        """Log-probs [count] drawn from a key."""
         return self._draws.logprobs(draw_bits(key), 0, count).copy()

@@ -16,11 +16,7 @@ NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def refuse_running(request: GenerationRequest, running: Container[str], replica: int) -> None:
-    """Refuse a request whose id is already running.
-
-    Raises:
-        EngineError: it runs already.
-    """
+    """Raise an EngineError for a request whose id is already running."""
     if request.request_id in running:
         raise EngineError(
             f"request {request.request_id} is already running on replica {replica}; ids are idempotent, use a new one"
@@ -28,11 +24,7 @@ def refuse_running(request: GenerationRequest, running: Container[str], replica:
 
 
 def refuse_several(request: GenerationRequest) -> None:
-    """A request that continues a sample names one.
-
-    Raises:
-        EngineError: it names several.
-    """
+    """Raise an EngineError for a request that continues several samples."""
     if request.num_samples != 1:
         raise EngineError(f"request {request.request_id}: got {request.num_samples} samples to resume; expected 1")
 
@@ -56,11 +48,7 @@ def tokens_left(request: GenerationRequest, produced: int, context_tokens: int |
 
 
 def check_ids(what: str, token_ids: NDArray[np.int32], vocab_size: int) -> None:
-    """Refuse ids that have no row in the embedding.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise a UserError for ids that have no row in the embedding."""
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= vocab_size:
         raise UserError(
@@ -82,8 +70,6 @@ def cut(
     """A whole sample as chunks, one a policy.
 
     Args:
-        request_id: the request's.
-        sample_index: place among the request's samples.
         token_ids: [n].
         logprobs: [n] nats.
         starts: (policy, first token sampled under it) in order, at least one; each reaches to the next, the last to n.

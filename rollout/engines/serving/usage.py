@@ -28,10 +28,8 @@ class Usage:
             self._busy_s += self._clock() - self._busy_since_s
 
     def generated(self, num_tokens: int) -> None:
-        """Tokens were answered."""
         self._tokens += num_tokens
 
     def load(self) -> EngineLoad:
-        """The counts now."""
         since_s = self._clock() - self._busy_since_s if self._running else 0.0
         return EngineLoad(running=self._running, busy_s=self._busy_s + since_s, generated_tokens=self._tokens)

@@ -61,7 +61,6 @@ class Row:
         return self.finish is not None
 
     def abort(self) -> None:
-        """End the sample with the tokens that it has."""
         self.finish = FinishReason.ABORT
 
     def chunks(self, policy: PolicyVersion) -> list[TokenChunk]:

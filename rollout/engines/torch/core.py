@@ -53,15 +53,13 @@ class DecodeCore:
                 f"got engine.num_gpus = {config.num_gpus}, but torch sees no GPU; set it to 0 or install a CUDA build "
                 "of torch"
             )
-        self._model = DecodeModel(
-            Path(manifest.location), getattr(torch, config.dtype), torch.device("cuda" if config.num_gpus else "cpu")
-        )
+        device = torch.device("cuda" if config.num_gpus else "cpu")
+        self._model = DecodeModel(Path(manifest.location), getattr(torch, config.dtype), device)
         self._loader = WeightLoader(self._model.module)
         self.digest, self.policy = self._loader.receive(manifest), manifest.policy
         self._model.check()
-        self._routing: RoutingCapture | None = (
-            RoutingCapture(self._model.module, self._model.config) if config.return_routing else None
-        )
+        routed = config.return_routing
+        self._routing = RoutingCapture(self._model.module, self._model.config) if routed else None
         self._context_tokens = _context(config.max_model_len, self._model.context_tokens)
         self._cohorts: list[Cohort] = [] if identity.deterministic else [Cohort(self._model, self._routing)]
         self._waiting: deque[list[Row]] = deque()

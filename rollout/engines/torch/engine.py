@@ -7,6 +7,7 @@ It owns the asynchronous side: requests, their queues and their ends. The decodi
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -44,18 +45,13 @@ class TorchEngine:
         if self._thread is not None:
             raise EngineError(f"torch engine {self._identity.replica} has been started before; build a new one")
         self._loop = asyncio.get_running_loop()
-        config, identity = self._config, self._identity
-        self._thread = DecodeThread(
-            lambda: DecodeCore(config, identity, manifest),
-            self._from_thread,
-            config.threads,
-            deterministic=identity.deterministic,
-        )
+        build = partial(DecodeCore, self._config, self._identity, manifest)
+        deterministic = self._identity.deterministic
+        self._thread = DecodeThread(build, self._from_thread, self._config.threads, deterministic=deterministic)
         self._core = await asyncio.wrap_future(self._thread.ready)
         return await self.tag()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Sample; see the protocol."""
         return self._serve(request, NOTHING)
 
     def resume_from(self, request: GenerationRequest, produced: NDArray[np.int32]) -> AsyncIterator[TokenChunk]:
@@ -65,7 +61,6 @@ class TorchEngine:
         return self._serve(request, produced)
 
     async def abort(self, request_id: str) -> None:
-        """End a request's samples where they stand."""
         if request_id in self._queues:
             self._deliver(await self._call(lambda core: core.abort(request_id)))
 
@@ -89,11 +84,9 @@ class TorchEngine:
             raise
 
     async def resume(self) -> None:
-        """Go on sampling."""
         await self._call(lambda core: core.resume())
 
     async def tag(self) -> EngineTag:
-        """What this engine declares about itself."""
         return self._identity.tag(
             "torch",
             f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -122,14 +115,15 @@ class TorchEngine:
     # --- between the event loop and the thread --------------------------------------------------------------------
 
     def _running_thread(self) -> DecodeThread:
-        if self._thread is None:
-            raise EngineError(f"torch engine {self._identity.replica} is not running; call start first")
-        return self._thread
+        return self._started(self._thread)
 
     def _running_core(self) -> DecodeCore:
-        if self._core is None:
+        return self._started(self._core)
+
+    def _started(self, part: T | None) -> T:
+        if part is None:
             raise EngineError(f"torch engine {self._identity.replica} is not running; call start first")
-        return self._core
+        return part
 
     async def _call(self, act: Callable[[DecodeCore], T]) -> T:
         self._flush()

@@ -13,6 +13,7 @@ from rollout.engines.torch.core import DecodeCore, SampleDone
 from rollout.errors import ConcordError, EngineError, boundary
 
 T = TypeVar("T")
+_CURE = "if memory ran out, lower engine.max_num_seqs or engine.max_model_len"
 
 
 class Command(Generic[T]):
@@ -26,10 +27,7 @@ class Command(Generic[T]):
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            with boundary(
-                EngineError,
-                "the torch engine failed (if memory ran out, lower engine.max_num_seqs or engine.max_model_len)",
-            ):
+            with boundary(EngineError, f"the torch engine failed ({_CURE})"):
                 self.future.set_result(self.act(core))
         except ConcordError as error:
             self.future.set_exception(error)
@@ -51,14 +49,7 @@ class DecodeThread:
         *,
         deterministic: bool,
     ) -> None:
-        """Start building the core.
-
-        Args:
-            build: makes the core, on this thread.
-            deliver: called on this thread with samples that have ended.
-            num_threads: compute threads of torch.
-            deterministic: use deterministic algorithms only.
-        """
+        """Start to `build` the core, on this thread, which also hands over ended samples with `deliver`."""
         self.ready: Future[DecodeCore] = Future()
         self.failure: ConcordError | None = None
         """What ended this thread, if something did."""
@@ -113,11 +104,7 @@ class DecodeThread:
             return
         self.ready.set_result(core)
         try:
-            with boundary(
-                EngineError,
-                "the torch engine failed in a decode step (if memory ran out, lower engine.max_num_seqs or "
-                "engine.max_model_len)",
-            ):
+            with boundary(EngineError, f"the torch engine failed in a decode step ({_CURE})"):
                 self._serve(core)
         except ConcordError as error:
             self.failure = error

@@ -100,27 +100,21 @@ class VllmCore:
     async def pause(self, *, drain: bool, clear_cache: bool) -> None:
         """Stop stepping. `AsyncLLM.pause_generation` does the same call and then sleeps 20 ms, which would more than
         double the pause."""
-        await self.call(
-            "pause",
-            self.llm.engine_core.pause_scheduler_async(mode="wait" if drain else "keep", clear_cache=clear_cache),
-        )
+        scheduler, mode = self.llm.engine_core, "wait" if drain else "keep"
+        await self.call("pause", scheduler.pause_scheduler_async(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """Step again."""
         await self.call("resume", self.llm.resume_generation())
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End requests where they stand."""
         await self.call("abort", self.llm.abort(list(keys)))
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the model computes on CPU."""
         return self.llm.vllm_config.device_config.device_type == "cpu"
 
     @property
     def version(self) -> str:
-        """vLLM's version."""
         from vllm import __version__
 
         return __version__
@@ -151,13 +145,10 @@ def _core_pid(llm: "AsyncLLM") -> int:
     from vllm.v1.engine.utils import CoreEngineProcManager
 
     manager = llm.engine_core.resources.engine_manager
-    if (
-        not isinstance(manager, CoreEngineProcManager)
-        or len(manager.processes) != 1
-        or manager.processes[0].pid is None
-    ):
+    pids = [process.pid for process in manager.processes] if isinstance(manager, CoreEngineProcManager) else []
+    if len(pids) != 1 or pids[0] is None:
         raise EngineError(
             "vLLM did not start exactly one engine core process; Concord replicas are single: use engine.replicas for "
             "more"
         )
-    return manager.processes[0].pid
+    return pids[0]

@@ -123,10 +123,8 @@ class VllmEngine:
             )
         if token_ids.size == 1:
             return np.zeros(0, dtype=np.float32)
-        key = f"score-{next(self._names)}"
-        output = await core.call(
-            key, core.complete(tokens_input(token_ids.tolist()), scoring_params(), key, _CANARY_PRIORITY)
-        )
+        key, prompt = f"score-{next(self._names)}", tokens_input(token_ids.tolist())
+        output = await core.call(key, core.complete(prompt, scoring_params(), key, _CANARY_PRIORITY))
         logprobs = np.asarray(getattr(output.prompt_logprobs, "logprobs", ()), dtype=np.float32)
         if logprobs.size != token_ids.size - 1:
             raise EngineError(f"vLLM scored {logprobs.size} of {token_ids.size - 1} tokens")
@@ -144,10 +142,8 @@ class VllmEngine:
         if self._paused_at_s is not None:
             return
         if mode is PauseMode.KEEP and self._config.kv_across_versions != "keep":
-            raise EngineError(
-                f'got pause mode keep with engine.kv_across_versions = "{self._config.kv_across_versions}"; set it to'
-                ' "keep"'
-            )
+            got = f'engine.kv_across_versions = "{self._config.kv_across_versions}"'
+            raise EngineError(f'got pause mode keep with {got}; set it to "keep"')
         started_s = time.monotonic()
         await core.pause(drain=mode is PauseMode.DRAIN, clear_cache=mode is not PauseMode.KEEP)
         self._paused_at_s = time.monotonic() if mode is PauseMode.DRAIN else started_s
@@ -167,11 +163,8 @@ class VllmEngine:
             raise EngineError(f"got weights {manifest.policy.key} while sampling; pause the engine first")
         check_transport(manifest, on_cpu=core.on_cpu)
         disk = manifest.transport is Transport.DISK
-        offered = (
-            layout_of(Path(manifest.location))
-            if disk
-            else {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
-        )
+        offered = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        offered = layout_of(Path(manifest.location)) if disk else offered
         refuse_difference(offered, self._expected, manifest.location)
         if disk:
             call = core.rpc("concord_load", manifest.location)
@@ -204,7 +197,6 @@ class VllmEngine:
             self._paused_at_s = None
 
     async def tag(self) -> EngineTag:
-        """What this engine declares about itself."""
         core = self._running_core()
         return self._identity.tag(
             "vllm",
@@ -240,9 +232,8 @@ class VllmEngine:
             core, self._core = self._core, None
             await core.stop()
             del core
-            await asyncio.to_thread(
-                gc.collect
-            )  # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain
+            # vLLM's client sits in a cycle; collected at interpreter exit instead, it would complain.
+            await asyncio.to_thread(gc.collect)
 
     def _expert_layers(self) -> tuple[int, ...]:
         """Layers whose routing is asked for.

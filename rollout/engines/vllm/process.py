@@ -24,11 +24,9 @@ class CoreProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
         return not self.died.done()
 
     def close(self) -> None:
-        """Stop watching."""
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)

@@ -23,7 +23,6 @@ class CanaryScheduler(Scheduler):
     """The scheduler for steps that end before the next one is planned (CPU)."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Plan one step."""
         self.max_num_active_reqs = places(self.scheduler_config, self.waiting)
         return super().schedule(throttle_prefills)
 
@@ -32,6 +31,5 @@ class AsyncCanaryScheduler(AsyncScheduler):
     """The scheduler for steps that are planned while the one before still runs (GPU)."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Plan one step."""
         self.max_num_active_reqs = places(self.scheduler_config, self.waiting)
         return super().schedule(throttle_prefills)

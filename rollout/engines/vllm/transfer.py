@@ -277,24 +277,25 @@ class NcclSender:
         self._engine.send_weights()
 
     def close(self) -> None:
-        """Leave the NCCL group."""
         self._engine.shutdown()
 
 
 class IpcSender:
     """Exports CUDA handles of full tensors to a file that workers on the same GPU open; one sender a trainer rank."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, fresh: Callable[[], Iterator[tuple[str, "Tensor"]]]) -> None:
+        """`fresh`: a new pass over the full tensors."""
+        self._fresh = fresh
         self._path = Path(rendezvous.path) / f"rank{rank}.handles"
         self._kept: list[Tensor] = []
 
-    def send(self, tensors: Tensors) -> None:
+    def send(self) -> None:
         """Write the handles. The tensors stay alive, unchanged, until the next call or `close`: engines read them in
         `apply`."""
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
-        kept = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
+        kept = [(name, tensor.detach().contiguous()) for name, tensor in self._fresh()]
         handles: dict[str, dict[str, Any]] = {}
         for name, tensor in kept:
             uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
@@ -306,6 +307,5 @@ class IpcSender:
         self._kept = [tensor for _, tensor in kept]
 
     def close(self) -> None:
-        """Let go of the tensors."""
         self._kept = []
         self._path.unlink(missing_ok=True)

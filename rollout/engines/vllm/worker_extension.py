@@ -116,12 +116,8 @@ class ConcordWorkerExtension:
 
     def _settle(self, loaded: set[str] | None) -> None:
         model = self.model_runner.get_model()
-        missing = (
-            sorted({name for name, _ in model.named_parameters()} - (loaded or set()))
-            if self.vllm_config.model_config.quantization is None
-            else []
-        )
-        if loaded is not None and missing:
+        missing = sorted({name for name, _ in model.named_parameters()} - (loaded or set()))
+        if loaded is not None and missing and self.vllm_config.model_config.quantization is None:
             raise EngineError(
                 f"{len(missing)} parameters of the running model got no weights: {', '.join(missing[:4])}; the engine "
                 "must be restarted"

@@ -144,8 +144,9 @@ def test_received_batches_pass_through_our_hands_and_the_target_is_put_back():
 
 @pytest.mark.gpu
 def test_ipc_handles_can_be_exported(tmp_path: Path):
-    sender = IpcSender(Rendezvous(transport=Transport.IPC, path=str(tmp_path)), rank=0)
-    sender.send([("a", torch.ones(2, 3, device="cuda", dtype=torch.bfloat16)), ("b", torch.ones(4, device="cuda"))])
+    tensors = [("a", torch.ones(2, 3, device="cuda", dtype=torch.bfloat16)), ("b", torch.ones(4, device="cuda"))]
+    sender = IpcSender(Rendezvous(transport=Transport.IPC, path=str(tmp_path)), rank=0, fresh=lambda: iter(tensors))
+    sender.send()
     handles = update_info(Rendezvous(transport=Transport.IPC, path=str(tmp_path)), announced(ENTRIES))["ipc_handles"]
     assert len(handles) == 2
     sender.close()
