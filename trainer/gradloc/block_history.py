@@ -33,10 +33,8 @@ class BlockHistory:
         )
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint needs."""
         return [list(norms) for norms in self._norms]
 
     def load_state(self, state: Sequence[Sequence[float]]) -> None:
-        """Continue from `state`."""
         self._norms.clear()
         self._norms.extend(tuple(norms) for norms in state)

@@ -190,7 +190,6 @@ class GradLoc:
         }
 
     def load_state(self, state: dict[str, list[float]]) -> None:
-        """Continue from `state`."""
         self._usual.load_state(state["history"])
         self._for_suspects.load_state(state["suspect_passes"])
         self._for_spikes.load_state(state["spike_passes"])

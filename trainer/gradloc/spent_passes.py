@@ -24,9 +24,7 @@ class SpentPasses:
         self._steps.append(passes)
 
     def state(self) -> list[float]:
-        """What a checkpoint needs."""
         return [float(passes) for passes in self._steps]
 
     def load_state(self, state: Sequence[float]) -> None:
-        """Continue from `state`."""
         self._steps.extend(int(passes) for passes in state)

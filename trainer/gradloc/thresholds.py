@@ -69,11 +69,9 @@ class UsualNorm:
             self._learn(grad_norm, weight_square)
 
     def state(self) -> list[float]:
-        """What a checkpoint needs."""
         return list(self._history)
 
     def load_state(self, state: Sequence[float]) -> None:
-        """Continue from `state`."""
         self._history.clear()
         self._history.extend(state)
 

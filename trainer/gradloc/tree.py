@@ -23,7 +23,6 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Number of leaves."""
         return self.end - self.start
 
     def halves(self) -> tuple["Segment", "Segment"]:
@@ -65,7 +64,6 @@ class PassBudget:
         """Whether something was not done, for want of passes or because it was not asked for."""
 
     def spend(self, passes: int) -> bool:
-        """Take passes if the budget has them."""
         if self.used + self.reserved + passes > self.limit:
             self.refuse()
             return False
@@ -77,7 +75,6 @@ class PassBudget:
         self.reserved = passes
 
     def refuse(self) -> None:
-        """Note that something was not done."""
         self.refused = True
 
 
@@ -96,7 +93,7 @@ class TreeSearch:
         """`non_finite`: what is not finite fires. A sum of finite parts is finite, so of a pair whose left half is, the
         right one need not be measured unless it is a leaf."""
         self._leaves, self._budget, self._non_finite = leaves, budget, non_finite
-        self._stack = [Segment(0, leaves.num_leaves)] if leaves.num_leaves else []
+        self._stack: list[Segment] = [Segment(0, leaves.num_leaves)] if leaves.num_leaves else []
         self.measured_leaves: set[int] = set()
         """Leaves whose own norm is known."""
 

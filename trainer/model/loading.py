@@ -117,11 +117,9 @@ def _fill(model: PolicyModel, layout: TensorLayout, model_dir: Path, ranks: Rank
         for name, tensor in list(stored_tensors(model.causal_lm)):
             with boundary(UserError, f"cannot load {name} from {model_dir}"):
                 values = _read(name, tensor, sources[name], layout, handles, ranks)
-            state[name] = (
-                nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-            )
+            state[name] = values
             if isinstance(tensor, nn.Parameter):
-                filled[id(tensor)] = cast(nn.Parameter, state[name])
+                filled[id(tensor)] = nn.Parameter(values, requires_grad=tensor.requires_grad)
     for name, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
         state[name] = filled[id(parameter)]  # a tied parameter stays one object
     model.causal_lm.load_state_dict(state, strict=True, assign=True)
@@ -176,14 +174,10 @@ def refuse_mismatch(model: PolicyModel, model_dir: Path, found: set[str], unknow
             f"{model_dir} lacks {len(missing)} tensors of {model.architecture} (first {missing[0]}); copy or save the "
             "model again"
         )
-    ignored = [str(pattern) for pattern in cast(Any, model.causal_lm)._keys_to_ignore_on_load_unexpected or ()]
-    strange = [name for name in unknown if not name.endswith("rotary_emb.inv_freq") and not _matches(name, ignored)]
+    ignored = [r"rotary_emb\.inv_freq$", *(cast(Any, model.causal_lm)._keys_to_ignore_on_load_unexpected or ())]
+    strange = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
     if strange:
         first = f"{len(strange)} tensors that {model.architecture} does not know (first {strange[0]})"
         raise UserError(
             f"{model_dir} holds {first}; config.json and weights belong to different models: copy the model again"
         )
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)

@@ -32,7 +32,6 @@ class PolicyModel(nn.Module):
 
     @property
     def architecture(self) -> str:
-        """Class name of the wrapped model."""
         return type(self.causal_lm).__name__
 
     def forward(

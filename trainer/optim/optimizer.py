@@ -166,7 +166,6 @@ class PolicyOptimizer:
         return self._end(step, norms, skipped, ClipDecision(scales=(), thresholds=()))
 
     def zero(self) -> None:
-        """Drop the gradients, to compute them again."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -24,11 +24,9 @@ class ScaledBlock:
         hooked.register_forward_hook(self._behind)
 
     def scale(self, factor: float) -> None:
-        """Multiply the factor by another."""
         self.factor *= factor
 
     def clear(self) -> None:
-        """Every pass is as it was without this."""
         self.factor = 1.0
 
     def _before(

@@ -44,12 +44,10 @@ class PlantedLoss:
 
     @property
     def couples_tokens(self) -> bool:
-        """As the real loss."""
         return self._inner.couples_tokens
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """As the real loss."""
         return self._inner.sums
 
     def __call__(
@@ -70,7 +68,6 @@ class PlantedLoss:
         return self._inner(model, replace(tokens, weights=weights), temperature, source, only)
 
     def clear(self) -> None:
-        """Nothing that was planted acts any more."""
         self._terms, self._factor = [], 1.0
         for block in self._blocks.values():
             block.clear()

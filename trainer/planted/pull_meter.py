@@ -39,7 +39,6 @@ class PullMeter:
         return _placed(step, cast(NDArray[np.float64], self._ranks.sum(flat).cpu().numpy()))
 
     def _of_micro_batch(self, loss: TokenLoss, batch: TrainingBatch, micro: MicroBatch) -> Tensor:
-        """[N]"""
         leaves = _Leaves(self._model)
         with nullcontext() if self._context is None else self._context(micro):
             tokens = loss_tokens(micro, self._ranks.device)

@@ -34,11 +34,9 @@ class NonFinitePlaces:
             module.register_forward_hook(partial(self._seen, name, after))
 
     def begin(self) -> None:
-        """A new run."""
         self.first_forward = self.first_backward = None
 
     def micro_batch(self, number: int) -> None:
-        """What follows belongs to this micro-batch."""
         self._micro_batch = number
 
     def see_loss(self, loss: Tensor) -> None:

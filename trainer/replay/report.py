@@ -78,7 +78,6 @@ class ReplayRun:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient are."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

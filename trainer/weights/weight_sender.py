@@ -38,25 +38,12 @@ class Connection(Protocol):
         ...
 
 
-class _Exporter:
-    """An `IpcSender` with its source."""
-
-    def __init__(self, sender: IpcSender, source: Source) -> None:
-        self._connected, self._source = sender, source
-
-    def send(self) -> None:
-        self._connected.send(self._source())
-
-    def close(self) -> None:
-        self._connected.close()
-
-
 def vllm_sender(rendezvous: Rendezvous, manifest: WeightManifest, rank: int, source: Source) -> Connection:
     """Connect to vLLM's workers; with nccl, rank 0 blocks until all have joined."""
     quiet_vllm()
     if rendezvous.transport is Transport.NCCL:
         return NcclSender(rendezvous, manifest.tensors, rank, source)
-    return _Exporter(IpcSender(rendezvous, rank), source)
+    return IpcSender(rendezvous, rank, source)
 
 
 class WeightSender:
@@ -145,7 +132,6 @@ class WeightSender:
             self.close()
 
     def close(self) -> None:
-        """Leave the engines."""
         if self._connected is not None:
             connection, self._connected = self._connected[1], None
             connection.close()

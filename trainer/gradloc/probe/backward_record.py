@@ -56,7 +56,6 @@ class BackwardRecord:
                     part.forget()
 
     def part_norms(self, num_micro_batches: int) -> NDArray[np.float64] | None:
-        """As `PartNorms.values`; None where they are left out. Collective."""
         return None if self._norms is None else self._norms.values(num_micro_batches)
 
     def term_pulls(self, sizes: Sequence[int]) -> tuple[Pulls, ...] | None:

@@ -67,7 +67,6 @@ class PartNorms:
                 waiting.clear()
 
     def forget(self) -> None:
-        """Everything recorded was that of a step which is over."""
         self._squares.clear()
 
     def values(self, num_micro_batches: int) -> NDArray[np.float64]:

@@ -131,7 +131,6 @@ class GradientProbe:
             self._random.put_back(self._ranks.device)
 
     def cost(self, terms: Terms) -> int:
-        """Passes of `norm`."""
         return num_passes(terms, self._table, self._rows)
 
     def norm(self, terms: Terms) -> float:
@@ -162,7 +161,6 @@ class GradientProbe:
         return self._reduced(list(norms), list(norms.values()))[1]
 
     def rest_cost(self, terms: Terms) -> int:
-        """Passes of `rest`."""
         return 0 if self._measured_last(terms) else self.cost(terms)
 
     def _measured_last(self, terms: Terms) -> bool:

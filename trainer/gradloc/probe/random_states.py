@@ -18,14 +18,12 @@ class RandomState:
 
     @classmethod
     def take(cls, device: torch.device) -> "RandomState":
-        """What torch would draw next."""
         return cls(
             cpu=cast(Tensor, _torch.get_rng_state()),
             device=_torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
 
     def put_back(self, device: torch.device) -> None:
-        """Torch draws the same again."""
         _torch.set_rng_state(self.cpu)
         if self.device is not None:
             _torch.cuda.set_rng_state(self.device, device)

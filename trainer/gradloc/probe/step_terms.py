@@ -38,7 +38,6 @@ class StepTerms:
 
     @property
     def all(self) -> Terms:
-        """Every term."""
         return np.arange(self.position.size, dtype=np.int64)
 
     def of(self, micro_batch: int, rank: int | None = None) -> Terms:
@@ -53,7 +52,6 @@ class StepTerms:
         return np.flatnonzero(kept)
 
     def squared_weight(self, terms: Terms) -> float:
-        """Sum of w_i^2."""
         return float(self.weight_square[terms].sum())
 
 

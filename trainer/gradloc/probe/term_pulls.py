@@ -46,7 +46,6 @@ class TermPulls:
             self._seen = None
 
     def forget(self) -> None:
-        """Everything recorded was that of a step which is over."""
         self._recorded.clear()
 
     def values(self, sizes: Sequence[int]) -> tuple[Pulls, ...] | None:

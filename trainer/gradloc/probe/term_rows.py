@@ -9,20 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import RoutingTrace
+from trainer.batching.packing import micro_batch_of
 from trainer.gradloc.probe.step_terms import StepTerms, Terms
 from trainer.types.step import MicroBatch
 
-FILLER = MicroBatch(
-    token_ids=np.zeros((1, 2), dtype=np.int64),
-    loss_mask=np.zeros((1, 2), dtype=np.bool_),
-    old_logprobs=np.zeros((1, 2), dtype=np.float32),
-    rollout_logprobs=np.zeros((1, 2), dtype=np.float32),
-    advantages=np.zeros((1, 2), dtype=np.float32),
-    token_weights=np.zeros(1, dtype=np.float32),
-    trajectory_ids=("",),
-    lengths=(0,),
-    routing=(None,),
-)
+FILLER = micro_batch_of(())
 """What a rank runs that has nothing in question: ranks gather and reduce together."""
 
 
