@@ -62,11 +62,7 @@ class RayFleet:
         ]
 
     async def ready(self) -> None:
-        """Store, rewards and trainer ranks answer.
-
-        Raises:
-            ConcordError: what one of them failed with.
-        """
+        """Store, rewards and trainer ranks answer. Raises what one of them failed with."""
         await call(self._store_handle.place.remote(), "the store")
         for index, handle in enumerate(self._rewards):
             await call(handle.place.remote(), f"reward worker {index}")
@@ -75,12 +71,8 @@ class RayFleet:
     async def new_engine(self, slot: int) -> RayEnginePort:
         """A new incarnation of a slot; the one before must have been killed."""
         config = self._spec.engine
-        options: dict[str, Any] = {
-            "num_cpus": config.num_cpus,
-            "num_gpus": config.num_gpus,
-            "max_restarts": 0,
-            "max_concurrency": MAX_CONCURRENT_CALLS,
-        }
+        options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "max_restarts": 0}
+        options["max_concurrency"] = MAX_CONCURRENT_CALLS
         handle = EngineActor.options(**options).remote(self._spec, slot)
         self._engines[slot] = RayEnginePort(handle, slot)
         return self._engines[slot]

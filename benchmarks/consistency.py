@@ -15,29 +15,15 @@ from typing import Any
 
 import numpy as np
 from harness.runs import WORKLOAD, concord_run, parser, report
+from harness.tags import bench_tag
 
-from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
+from rollout.types.trajectory import FinishReason, Timings, Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.scoring.held_versions import HeldVersions
 
 MODEL = WORKLOAD / "model"
 BASE = PolicyVersion(1, 0)
-TAG = EngineTag(
-    engine="torch",
-    engine_version="1",
-    replica=0,
-    weights_dtype="float32",
-    kv_dtype="float32",
-    quantization="none",
-    logprob_semantics=LogprobSemantics.PROCESSED,
-    kv_across_versions="recompute",
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    tokenizer_fingerprint="",
-    chat_template_digest="",
-    weights_digest="",
-)
+TAG = bench_tag("torch")
 
 
 def trajectories(count: int, length: int) -> list[Trajectory]:

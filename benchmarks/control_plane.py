@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 from harness.runs import concord_run, model_with_context, parser, report
+from harness.tags import bench_tag
 
 from actors.roles.store_actor import RemoteStore
 from rollout.types.dispatch import Dispatch, StepCommit
 from rollout.types.trajectory import (
     EncodedGroup,
-    EngineTag,
     FinishReason,
-    LogprobSemantics,
     Reward,
     Timings,
     Trajectory,
@@ -141,22 +140,6 @@ async def _pipeline(store: RemoteStore, epoch: int, batches: list[list[EncodedGr
 def group_of(dispatch_id: str, tokens: int, seed: int) -> TrajectoryGroup:
     """A group whose ids need four bytes."""
     rng = np.random.default_rng(seed)
-    tag = EngineTag(
-        engine="scripted",
-        engine_version="1",
-        replica=0,
-        weights_dtype="float32",
-        kv_dtype="float32",
-        quantization="none",
-        logprob_semantics=LogprobSemantics.PROCESSED,
-        kv_across_versions="recompute",
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        tokenizer_fingerprint="",
-        chat_template_digest="",
-        weights_digest="",
-    )
     trajectories = tuple(
         Trajectory(
             trajectory_id=f"{dispatch_id}-{i}",
@@ -168,7 +151,7 @@ def group_of(dispatch_id: str, tokens: int, seed: int) -> TrajectoryGroup:
             rollout_logprobs=-rng.random(tokens, dtype=np.float32),
             version_spans=(VersionSpan(PolicyVersion(1, 0), 0, tokens),),
             turns=1,
-            tag=tag,
+            tag=bench_tag(),
             finish_reason=FinishReason.LENGTH,
             timings=Timings(started_at_s=0.0, generation_s=0.0),
         )

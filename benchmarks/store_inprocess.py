@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from harness.tags import bench_tag
 
 from rollout.store.sqlite.schema import Durability
 from rollout.store.sqlite.store import SqliteStore
@@ -20,9 +21,7 @@ from rollout.types.dispatch import Dispatch, StepCommit
 from rollout.types.prompts import Prompt, PromptCursor
 from rollout.types.trajectory import (
     EncodedGroup,
-    EngineTag,
     FinishReason,
-    LogprobSemantics,
     Reward,
     Timings,
     Trajectory,
@@ -34,22 +33,7 @@ from rollout.types.weights import PolicyVersion
 GROUP_SIZE = 8
 GROUPS_A_BATCH = 8
 BASE = PolicyVersion(1, 0)
-TAG = EngineTag(
-    engine="scripted",
-    engine_version="1",
-    replica=0,
-    weights_dtype="float32",
-    kv_dtype="float32",
-    quantization="none",
-    logprob_semantics=LogprobSemantics.PROCESSED,
-    kv_across_versions="recompute",
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    tokenizer_fingerprint="f" * 64,
-    chat_template_digest="",
-    weights_digest="d" * 64,
-)
+TAG = bench_tag(tokenizer_fingerprint="f" * 64, weights_digest="d" * 64)
 
 
 def dispatch(number: int) -> Dispatch:

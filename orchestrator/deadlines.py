@@ -30,7 +30,6 @@ class Progress:
         self._waits: dict[str, str] = {}
 
     def beat(self) -> None:
-        """A step finished."""
         self._longest_s = max(self._longest_s, self.silence_s())
         self._last = self._clock()
         self._beats += 1
@@ -62,11 +61,9 @@ class Progress:
         return self._clock()
 
     def silence_s(self) -> float:
-        """Seconds since the last step."""
         return self._clock() - self._last
 
     def describe(self) -> str:
-        """Who waits for what, in one line."""
         return (
             "; ".join(f"{who} waits for {what}" for who, what in self._waits.items() if what)
             or "nobody says what it waits for"

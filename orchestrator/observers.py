@@ -60,7 +60,7 @@ class StepDone:
     """A checkpoint holds it: no resume takes it back, unless from an older one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReplicaFailure:
     """An incarnation of a replica that was given up."""
 

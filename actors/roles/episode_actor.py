@@ -33,9 +33,8 @@ class EpisodeActor:
         tokenizer = load_tokenizer(spec.model_dir)
         prompts = self._prompts = PlantedPrompts(tokenizer, spec.faults)
         sampling = SamplingParams(**spec.sampling.model_dump())
-        self._rewards = RewardPool(
-            [RayRewardPort(handle, i) for i, handle in enumerate(rewards)], spec.reward_workers.deadline_s
-        )
+        ports = [RayRewardPort(handle, i) for i, handle in enumerate(rewards)]
+        self._rewards = RewardPool(ports, spec.reward_workers.deadline_s)
         self._worker = EpisodeWorker(
             store=RemoteStore(store),
             score=self._rewards,

@@ -32,9 +32,8 @@ class EvaluationActor:
             seed=spec.seed,
             max_context=spec.max_context,
         )
-        self._evaluator = plant_evaluator(
-            lambda tokenizer: build(tokenizer=tokenizer), load_tokenizer(spec.model_dir), spec.faults
-        )
+        tokenizer = load_tokenizer(spec.model_dir)
+        self._evaluator = plant_evaluator(lambda tokenizer: build(tokenizer=tokenizer), tokenizer, spec.faults)
 
     async def place(self) -> Place:
         return here()

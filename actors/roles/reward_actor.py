@@ -36,13 +36,13 @@ class RewardActor:
 
     def score(self, jobs: Sequence[RewardJob]) -> tuple[list[Judgement], float]:
         begun = time.perf_counter()
-        return [self._judge(job) for job in jobs], time.perf_counter() - begun
-
-    def _judge(self, job: RewardJob) -> Judgement:
-        try:
-            return judge_group(self._function, job.prompt, job.completions, job.trajectories)
-        except RewardFailure as failure:
-            return failure
+        judgements: list[Judgement] = []
+        for job in jobs:
+            try:
+                judgements.append(judge_group(self._function, job.prompt, job.completions, job.trajectories))
+            except RewardFailure as failure:
+                judgements.append(failure)
+        return judgements, time.perf_counter() - begun
 
 
 class RayRewardPort:
@@ -61,7 +61,7 @@ class RayRewardPort:
 
     async def ready(self) -> None:
         with self._noticing_loss():
-            self._place = await self._ask_place()
+            self._place = await call(self.handle.place.remote(), self._name)
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Generator[None]:
@@ -82,11 +82,8 @@ class RayRewardPort:
             kill(self.handle, no_restart=False)
         while True:
             with contextlib.suppress(ProcessLostError):
-                place = await self._ask_place()
+                place = await call(self.handle.place.remote(), self._name)
                 if lost or place != old:  # else the one that is to end was quicker to answer than to die
                     self._place = place
                     return
             await asyncio.sleep(RETRY_S)
-
-    async def _ask_place(self) -> Place:
-        return await call(self.handle.place.remote(), self._name)

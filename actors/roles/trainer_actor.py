@@ -44,11 +44,9 @@ class TrainerActor:
 
     def step(self, lease: StoredGroups, request: StepRequest) -> StepReport:
         report = self._trainer.step(lease, request)
-        return (
-            self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report)
-            if self._rank == 0
-            else report
-        )
+        if self._rank != 0:
+            return report
+        return self._trainer.save_step(self._spec.run_dir / "saved_steps", lease, request, report)
 
     def publish(self, policy: PolicyVersion) -> WeightManifest | None:
         manifest = self._trainer.publish(policy, self._spec.run_dir / "weights" / policy.key)
@@ -67,9 +65,8 @@ class TrainerActor:
         self._trainer.send(manifest)
 
     def save(self, policy: PolicyVersion, directory: Path) -> None:
-        self._trainer.save_checkpoint(
-            directory, CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest)
-        )
+        state = CheckpointState(policy=policy, seed=self._spec.seed, weights_digest=self._digest)
+        self._trainer.save_checkpoint(directory, state)
 
     def load(self, directory: Path) -> PolicyVersion:
         return self._trainer.load_checkpoint(directory).policy

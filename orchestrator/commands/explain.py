@@ -40,24 +40,22 @@ def explain_trajectory(path: Path, wanted: str) -> None:
                 f"run {run.path} has no trajectory or dispatch {wanted!r}; ids are in events.jsonl and look like "
                 "d00000012-3 (dispatch d00000012)"
             )
-        console = Console()
-        _show_dispatch(console, record, reader)
+        _show_dispatch(record, reader)
         group = reader.read_group(dispatch_id)
         if group is None:
-            console.print("no finished group: the store holds no tokens of this dispatch")
+            say("no finished group: the store holds no tokens of this dispatch")
             return
         tokenizer = load_tokenizer(_tokenizer_dir(run, config))
         trained, evidence = record.step, evidence_of(reader, dispatch_id)
         searched, left_out = culprit_lines(run)
         for note in left_out:
-            say(console, note)
+            say(note)
         for index, trajectory in enumerate(group.trajectories):
             if wanted in (dispatch_id, trajectory.trajectory_id):
                 found = None if evidence is None else evidence.trajectories[index]
                 named = searched.get(trajectory.trajectory_id, ())
-                _show_trajectory(
-                    console, group, index, tokenizer, trained, found, named, tokens=wanted == trajectory.trajectory_id
-                )
+                tokens = wanted == trajectory.trajectory_id
+                _show_trajectory(group, index, tokenizer, trained, found, named, tokens=tokens)
 
 
 def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:
@@ -67,25 +65,23 @@ def _tokenizer_dir(run: RunDir, config: RunConfig) -> Path:
     return published[0] if published else prepare_model(config.model)
 
 
-def _show_dispatch(console: Console, record: DispatchRecord, reader: StoreReader) -> None:
+def _show_dispatch(record: DispatchRecord, reader: StoreReader) -> None:
     dispatch, prompt = record.dispatch, record.dispatch.prompt
     asked = prompt.text if prompt.text is not None else " | ".join(f"{m.role}: {m.content}" for m in prompt.messages)
     say(
-        console,
         f"dispatch {dispatch.dispatch_id}  prompt {prompt.prompt_id} (pass {prompt.pass_index}, attempt "
-        f"{dispatch.attempt}), dispatched while {dispatch.policy.key} was committed, to replica {dispatch.replica}",
+        f"{dispatch.attempt}), dispatched while {dispatch.policy.key} was committed, to replica {dispatch.replica}"
     )
-    say(console, f"asked {asked!r}, reference answer {prompt.answer!r}")
-    say(console, f"outcome: {_outcome(record)}")
+    say(f"asked {asked!r}, reference answer {prompt.answer!r}")
+    say(f"outcome: {_outcome(record)}")
     for event in reader.events(dispatch.dispatch_id):
         rest = {k: v for k, v in event.items() if k not in ("number", "at_s", "kind", "dispatch_id")}
         say(
-            console,
             f"  #{event['number']} {time.strftime('%H:%M:%S', time.gmtime(event['at_s']))} {event['kind']} "
-            f"{json.dumps(rest)}",
+            f"{json.dumps(rest)}"
         )
     for annotation in reader.annotations(dispatch.dispatch_id):
-        say(console, f"  annotation {annotation.kind}: {len(annotation.payload)} bytes")
+        say(f"  annotation {annotation.kind}: {len(annotation.payload)} bytes")
 
 
 def _outcome(record: DispatchRecord) -> str:
@@ -95,7 +91,6 @@ def _outcome(record: DispatchRecord) -> str:
 
 
 def _show_trajectory(
-    console: Console,
     group: TrajectoryGroup,
     index: int,
     tokenizer: Tokenizer,
@@ -110,25 +105,23 @@ def _show_trajectory(
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts)
     spans = ", ".join(f"{s.policy.key} [{s.start}, {s.end})" for s in trajectory.version_spans)
     say(
-        console,
         f"trajectory {trajectory.trajectory_id}  reward {reward.total:g}{parts}; {trajectory.num_sampled} of "
         f"{trajectory.token_ids.size} tokens sampled in {trajectory.turns} turn(s), finished by "
-        f"{trajectory.finish_reason}; versions {spans}",
+        f"{trajectory.finish_reason}; versions {spans}"
     )
-    say(console, f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}")
+    say(f"  {tokenizer.decode(trajectory.token_ids, skip_special_tokens=False)!r}")
     if evidence is not None:
-        show_evidence(console, evidence)
+        show_evidence(evidence)
     for line in searches:
-        say(console, f"  {line}")
+        say(f"  {line}")
     if not tokens:
         return
     say(
-        console,
         f"  sampled by {tag.engine} {tag.engine_version}, replica {tag.replica}: weights {tag.weights_dtype}, KV "
         f"{tag.kv_dtype} ({tag.kv_across_versions} across versions), log-probs {tag.logprob_semantics}, temperature "
-        f"{tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}",
+        f"{tag.temperature:g}, top_p {tag.top_p:g}, top_k {tag.top_k}"
     )
-    console.print(_token_table(trajectory, tokenizer, trained, evidence))
+    Console().print(_token_table(trajectory, tokenizer, trained, evidence))
 
 
 def _token_table(
@@ -146,15 +139,8 @@ def _token_table(
         version = int(versions[position])
         age = "" if trained is None else str(trained.version - 1 - version)
         logged = float(trajectory.rollout_logprobs[position])
-        table.add_row(
-            str(position),
-            str(token),
-            text,
-            str(version),
-            f"{logged:.6f}",
-            *_recomputed(evidence, position, logged),
-            age,
-        )
+        found = _recomputed(evidence, position, logged)
+        table.add_row(str(position), str(token), text, str(version), f"{logged:.6f}", *found, age)
     return table
 
 

@@ -1,7 +1,5 @@
 """What the consistency service found about a group, in words for `concord explain`."""
 
-from rich.console import Console
-
 from orchestrator.commands.tables import say
 from rollout.store.sqlite.reader import StoreReader
 from trainer.types.evidence import ANNOTATION_KIND, Attribution, GroupEvidence, TrajectoryEvidence, decode_evidence
@@ -15,20 +13,19 @@ def evidence_of(reader: StoreReader, dispatch_id: str) -> GroupEvidence | None:
     return decode_evidence(payloads[-1]) if payloads else None
 
 
-def show_evidence(console: Console, evidence: TrajectoryEvidence) -> None:
+def show_evidence(evidence: TrajectoryEvidence) -> None:
     """Verdict, findings and attribution of one trajectory."""
     scored, reasons = int(evidence.scored.sum()), ", ".join(evidence.reasons)
     say(
-        console,
         f"  consistency: verdict {evidence.verdict}{f' ({reasons})' if reasons else ''}; {scored} tokens scored at the "
-        "version that sampled them",
+        "version that sampled them"
     )
     for finding in evidence.findings:
-        say(console, f"    {finding.severity} {finding.check} {finding.code}: {finding.detail}")
+        say(f"    {finding.severity} {finding.check} {finding.code}: {finding.detail}")
     if evidence.attribution is not None:
-        say(console, f"    {attribution_text(evidence.attribution)}")
+        say(f"    {attribution_text(evidence.attribution)}")
     if evidence.suspects:
-        say(console, f"    suspect positions, largest |d| first: {', '.join(map(str, evidence.suspects))}")
+        say(f"    suspect positions, largest |d| first: {', '.join(map(str, evidence.suspects))}")
 
 
 def attribution_text(attribution: Attribution) -> str:

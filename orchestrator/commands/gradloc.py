@@ -49,7 +49,7 @@ def show_searches(path: Path, step: str | None, *, as_json: bool = False) -> Non
         console.print(_list(chosen))
     else:
         for search in chosen[0]["searches"]:
-            _show(console, chosen[0]["policy"], search)
+            _show(chosen[0]["policy"], search)
 
 
 def _of_step(found: list[dict[str, Any]], step: str) -> dict[str, Any]:
@@ -79,57 +79,54 @@ def _list(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _show(console: Console, policy: str, search: dict[str, Any]) -> None:
+def _show(policy: str, search: dict[str, Any]) -> None:
     if search["outcome"] == "not_searched":
         norms = (
             f"gradient norm {number_text(search['grad_norm'])}, threshold "
             f"{number_text(search['threshold'], MISSING_THRESHOLD)}"
         )
-        say(console, f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
+        say(f"step {policy}: not searched, though {search['trigger']} asked for it; {norms}")
         say(
-            console,
             "  the steps before had spent trainer.gradloc.spike_passes, and this one was taken as it was; raise it, or "
-            "mend what makes every step spike",
+            "mend what makes every step spike"
         )
         return
     say(
-        console,
         f"step {policy}: {search['outcome']}, triggered by {search['trigger']}; action {search['action']}, "
-        f"{search['acted']}",
+        f"{search['acted']}"
     )
     threshold, tau = (number_text(search[name], MISSING_THRESHOLD) for name in ("threshold", "tau"))
     say(
-        console,
         f"  gradient norm {number_text(search['grad_norm'])}, threshold {threshold} (tau {tau} a token); culprits "
         f"explain {number_text(search['explained'], 'a share not measured')} of the squared norm; "
         f"{counted(search['passes'], 'pass', 'passes')}, {search['tokens_forwarded']} tokens, "
-        f"{search['seconds']:.3g} s",
+        f"{search['seconds']:.3g} s"
     )
     if search["removed_terms"]:
         above = ", still above the threshold" if search["exceeds_after"] else ""
         terms = counted(search["removed_terms"], "term")
         say(
-            console,
             f"  {terms} left the loss; norm of the step that was applied instead "
-            f"{number_text(search['grad_norm_after'])}{above}",
+            f"{number_text(search['grad_norm_after'])}{above}"
         )
     if search["saved"]:
-        say(console, f"  its batch is kept: concord replay RUN {search['saved']}")
+        say(f"  its batch is kept: concord replay RUN {search['saved']}")
     if search["outcome"] == "inconclusive" and search["trigger"] != "suspects":
-        say(console, "  the passes ended before the search did; raise trainer.gradloc.budget_passes")
+        say("  the passes ended before the search did; raise trainer.gradloc.budget_passes")
     if search["outcome"] != "located" and search["culprits"]:
-        say(console, "  what was found does not explain the norm; the tokens below are only the largest parts seen")
+        say("  what was found does not explain the norm; the tokens below are only the largest parts seen")
     for culprit in search["culprits"]:
-        _show_culprit(console, culprit)
+        _show_culprit(culprit)
 
 
-def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
+def _show_culprit(culprit: dict[str, Any]) -> None:
+    console = Console()
     console.print()
     where = (
         f"{culprit['trajectory_id']} position {culprit['position']}, sampled under {culprit['policy']} by replica "
         f"{culprit['replica']}"
     )
-    say(console, f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}")
+    say(f"culprit of type {culprit['type']}: token {culprit['token_id']} of {where}")
     token = f">>{culprit['token_text']}<<"
     console.print(
         Text.assemble("  ", culprit["text_before"], (token, "bold white on red"), culprit["text_after"]),
@@ -139,11 +136,8 @@ def _show_culprit(console: Console, culprit: dict[str, Any]) -> None:
     for name, meaning in MEANINGS.items():
         if name not in culprit:
             continue  # of a version that did not write it
-        table.add_row(
-            name,
-            "not scored" if name.startswith("d_") and culprit[name] is None else number_text(culprit[name]),
-            meaning,
-        )
+        missing = "not scored" if name.startswith("d_") else "not finite"
+        table.add_row(name, number_text(culprit[name], missing), meaning)
     console.print(table)
     console.print(_blocks(culprit))
 

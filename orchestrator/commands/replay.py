@@ -148,9 +148,8 @@ def _token(culprit: ReplayCulprit, weights: Path) -> dict[str, object]:
 def _show(document: Mapping[str, object], report: ReplayReport) -> None:
     console = Console()
     say(
-        console,
         f"step {document['step']}, from {document['weights']} to {document['policy']}, was kept for: "
-        f"{document['kept_for']}",
+        f"{document['kept_for']}"
     )
     heads = ("run", "dtype", "deterministic", "loss", "gradient norm", "first not finite, forward", "backward")
     table = table_of(*heads, title=f"the fixed batch, on {report.device}")
@@ -160,14 +159,12 @@ def _show(document: Mapping[str, object], report: ReplayReport) -> None:
             run.name, run.dtype, "yes" if run.deterministic else "", f"{run.loss:.6g}", f"{run.grad_norm:.6g}", *places
         )
     console.print(table)
-    say(console, f"verdict {document['verdict']}")
+    say(f"verdict {document['verdict']}")
     for line in words(report):
-        say(console, f"  {line}")
+        say(f"  {line}")
     for token in cast("list[dict[str, object]]", document["tokens"]):
         say(
-            console,
-            f"  token {token['token_id']} {token['text']!r} at position {token['position']} of "
-            f"{token['trajectory_id']}",
+            f"  token {token['token_id']} {token['text']!r} at position {token['position']} of {token['trajectory_id']}"
         )
     for note in cast("list[str]", document["notes"]):
-        say(console, f"  note: {note}")
+        say(f"  note: {note}")

@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -113,14 +114,10 @@ def prepare_model(config: ModelConfig) -> Path:
             # The child keeps this mask: on Ctrl-C, which a terminal sends to both, only this process speaks, and ends
             # the other.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            built = pool.submit(build_tiny, config, default_cache_dir(), _say)
+            built = pool.submit(build_tiny, config, default_cache_dir(), partial(typer.echo, err=True))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             return built.result()
         except KeyboardInterrupt:
             for child in psutil.Process().children():
                 child.terminate()
             raise
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

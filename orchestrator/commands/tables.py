@@ -12,9 +12,9 @@ from orchestrator.launch.plan import resource_plan, totals
 from orchestrator.run_dir.layout import RunDir
 
 
-def say(console: Console, text: str) -> None:
-    """A line of plain text: what looks like markup in it is text, too."""
-    console.print(text, markup=False, highlight=False)
+def say(text: str) -> None:
+    """Print a line of plain text: what looks like markup in it is text, too."""
+    Console().print(text, markup=False, highlight=False)
 
 
 def table_of(*heads: str, title: str | None = None, right: Collection[str] = ()) -> Table:

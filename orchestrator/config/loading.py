@@ -42,9 +42,7 @@ def parse_config(document: dict[str, object], source: str, overrides: Sequence[s
     try:
         return RunConfig.model_validate(document)
     except ValidationError as cause:
-        lines = [
-            _explain(problem["type"], problem["loc"], problem["msg"], problem["input"]) for problem in cause.errors()
-        ]
+        lines = [_explain(each["type"], each["loc"], each["msg"], each["input"]) for each in cause.errors()]
         raise UserError(f"config {source}:\n" + "\n".join(f"  {line}" for line in lines)) from cause
 
 

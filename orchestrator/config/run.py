@@ -76,9 +76,8 @@ class RunConfig(Section):
                 f"{self.episodes.workers}; every episode worker needs one of its own: set reward_workers.workers to "
                 f"{self.episodes.workers} or more"
             )
-        if self.weights.transport != "disk" and not (
-            self.engine.num_gpus and self.trainer.num_gpus and self.engine.type == "vllm"
-        ):
+        on_gpus = self.engine.num_gpus and self.trainer.num_gpus and self.engine.type == "vllm"
+        if self.weights.transport != "disk" and not on_gpus:
             raise ValueError(
                 f"got weights.transport = {self.weights.transport!r}, which needs engine.type = 'vllm' and GPUs on both"
                 " sides; set weights.transport = 'disk', or engine.num_gpus and trainer.num_gpus"
@@ -126,9 +125,8 @@ class RunConfig(Section):
             )
 
     def _check_consistency(self) -> None:
-        scripted = [
-            name for name, kind in (("engine", self.engine.type), ("trainer", self.trainer.type)) if kind == "scripted"
-        ]
+        kinds = (("engine", self.engine.type), ("trainer", self.trainer.type))
+        scripted = [name for name, kind in kinds if kind == "scripted"]
         if scripted and self.consistency.mode != "off":
             raise ValueError(
                 f"got consistency.mode = {self.consistency.mode!r} with {scripted[0]}.type = 'scripted', whose "
@@ -185,6 +183,5 @@ class RunConfig(Section):
         )
         for key, got, allowed in wanted:
             if got not in allowed:
-                raise ValueError(
-                    f"run.deterministic = true needs {key} = {' or '.join(map(repr, allowed))}, got {got!r}"
-                )
+                wanted_text = " or ".join(map(repr, allowed))
+                raise ValueError(f"run.deterministic = true needs {key} = {wanted_text}, got {got!r}")

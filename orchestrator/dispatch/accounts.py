@@ -45,7 +45,6 @@ class Stage:
     reward: Mean = field(default_factory=Mean)
 
     def add(self, header: GroupHeader) -> None:
-        """Every trajectory of a group."""
         self.length.add(sum(t.num_sampled for t in header.trajectories), len(header.trajectories))
         self.reward.add(sum(t.reward for t in header.trajectories), len(header.trajectories))
 
@@ -83,13 +82,11 @@ class Accounts(Observer):
         self._order: dict[str, GroupHeader | None] = {}
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
-        """Dispatches begin, in order."""
         for dispatch in dispatches:
             self.retried += dispatch.attempt > 1
             self._order[dispatch.dispatch_id] = None
 
     def finish(self, header: GroupHeader) -> None:
-        """A group came back."""
         self.finished.add(header)
         self.speeds.add(header.replica, header.generation_s)
         if header.dispatch_id in self._order:
@@ -112,7 +109,6 @@ class Accounts(Observer):
             del self._order[oldest]
 
     def step(self, batch: Sequence[GroupHeader], report: StepReport, request: StepRequest) -> StepFacts:
-        """A step was applied."""
         for header in batch:
             self.trained.add(header)
             self.prompts.append(header.prompt_id)
@@ -124,33 +120,6 @@ class Accounts(Observer):
         if self.reward_first is None:
             self.reward_first = facts.reward_mean
         self.reward_last = facts.reward_mean
-        self._distribute(batch, facts)
-        self.trained_tokens += report.num_tokens
-        self.trained_samples += len(report.trained_ids)
-        return facts
-
-    def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
-        """Count the update and its pauses."""
-        pauses_s = [report.pause_s for report in reports]
-        self.weight_updates += 1
-        self.longest_pause_s = max(pauses_s)
-        self.pauses.extend(pauses_s)
-        self.distributions.observe_all("concord_weight_update_pause_seconds", pauses_s)
-
-    def trainer_worked(self, seconds: float) -> None:
-        """The trainer was busy for so long."""
-        self.trainer_busy_s += seconds
-
-    def observing_took(self, cpu_s: float) -> None:
-        """So many CPU seconds of the driver went into signals."""
-        self.observing_cpu_s += cpu_s
-
-    def store_answered(self, call: str, seconds: float) -> None:
-        """A call to the store took so long."""
-        self.store_s += seconds
-        self.distributions.observe("concord_store_latency_seconds", seconds, call)
-
-    def _distribute(self, batch: Sequence[GroupHeader], facts: StepFacts) -> None:
         for header in batch:
             passed = sum(t.reward >= 1.0 for t in header.trajectories)
             self.distributions.observe("concord_group_pass_rate_ratio", passed / len(header.trajectories))
@@ -159,10 +128,29 @@ class Accounts(Observer):
             )
         for age, tokens in facts.tokens_by_age:
             self.distributions.observe("concord_token_staleness_steps", age, times=tokens)
+        self.trained_tokens += report.num_tokens
+        self.trained_samples += len(report.trained_ids)
+        return facts
+
+    def version_committed(self, policy: PolicyVersion, reports: Sequence[ApplyReport]) -> None:
+        pauses_s = [report.pause_s for report in reports]
+        self.weight_updates += 1
+        self.longest_pause_s = max(pauses_s)
+        self.pauses.extend(pauses_s)
+        self.distributions.observe_all("concord_weight_update_pause_seconds", pauses_s)
+
+    def trainer_worked(self, seconds: float) -> None:
+        self.trainer_busy_s += seconds
+
+    def observing_took(self, cpu_s: float) -> None:
+        self.observing_cpu_s += cpu_s
+
+    def store_answered(self, call: str, seconds: float) -> None:
+        self.store_s += seconds
+        self.distributions.observe("concord_store_latency_seconds", seconds, call)
 
     @property
     def reward_moving_10(self) -> float:
-        """Mean reward of the last ten steps."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
 
 

@@ -106,11 +106,8 @@ class Book(Observer):
 
     def finish(self, headers: Iterable[GroupHeader]) -> list[GroupHeader]:
         """Groups came back durable; answers with those that hold tokens of a replica that failed verification."""
-        known = [
-            replace(h, incarnation=self._incarnations[h.dispatch_id])
-            for h in headers
-            if h.dispatch_id in self.pool.running
-        ]
+        ours = [header for header in headers if header.dispatch_id in self.pool.running]
+        known = [replace(header, incarnation=self._incarnations[header.dispatch_id]) for header in ours]
         for header in known:
             self._release(self.pool.running[header.dispatch_id])
             self.accounts.finish(header)
@@ -135,7 +132,6 @@ class Book(Observer):
         }
 
     def of_worker(self, index: int) -> list[Dispatch]:
-        """Running dispatches of an episode worker."""
         return [d for d in self.pool.running.values() if self._workers.get(d.dispatch_id) == index]
 
     async def end(self, endings: Sequence[Ending]) -> None:
@@ -176,5 +172,4 @@ class Book(Observer):
         self.ring()
 
     def _release(self, dispatch: Dispatch) -> None:
-        replica = self._replicas[dispatch.replica]
-        replica.gives_back(self._incarnations[dispatch.dispatch_id])
+        self._replicas[dispatch.replica].gives_back(self._incarnations[dispatch.dispatch_id])

@@ -5,6 +5,7 @@ dispatches fail.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from actors.ports import Fleet, WorkerPort
 from orchestrator.config import DeadlinesConfig
@@ -14,7 +15,7 @@ from orchestrator.replicas.replicas import Replicas
 from rollout.episodes.worker import Outcome
 from rollout.errors import ProcessLostError
 from rollout.tasks import within
-from rollout.types.dispatch import Dispatch, Ending, FailReason, RejectReason
+from rollout.types.dispatch import Ending, FailReason, RejectReason
 from rollout.types.trajectory import GroupHeader
 
 
@@ -62,22 +63,19 @@ class Collection:
         self.restarts += 1
         await worker.kill()
         await self._book.store.record_event("worker_lost", {"worker": index, "detail": detail})
-        await self._book.end([self._lost(dispatch, detail) for dispatch in self._book.of_worker(index)])
-
-    def _lost(self, dispatch: Dispatch, detail: str) -> Ending:
-        return Ending(
-            dispatch_id=dispatch.dispatch_id,
-            reason=FailReason.WORKER,
-            detail=detail,
-            readmit=dispatch.attempt < self._max_attempts,
+        lost = partial(Ending, reason=FailReason.WORKER, detail=detail)
+        await self._book.end(
+            [
+                lost(dispatch_id=dispatch.dispatch_id, readmit=dispatch.attempt < self._max_attempts)
+                for dispatch in self._book.of_worker(index)
+            ]
         )
 
     async def _take(self, outcomes: Sequence[Outcome]) -> None:
         tainted = self._book.finish(o for o in outcomes if isinstance(o, GroupHeader))
         if tainted:
-            await self._book.reject(
-                tainted, RejectReason.CANARY, "sampled by a replica whose weights failed verification"
-            )
+            detail = "sampled by a replica whose weights failed verification"
+            await self._book.reject(tainted, RejectReason.CANARY, detail)
         endings = [o for o in outcomes if isinstance(o, Ending)]
         if any(e.reason is FailReason.ENGINE for e in endings):
             await self._check_engines()

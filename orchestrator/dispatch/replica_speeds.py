@@ -19,7 +19,6 @@ class ReplicaSpeeds:
         self._seconds: dict[int, deque[float]] = {}
 
     def add(self, replica: int, generation_s: float) -> None:
-        """A group of `replica` took so long."""
         self._seconds.setdefault(replica, deque(maxlen=NEWEST)).append(generation_s)
 
     def columns(self) -> dict[str, float]:

@@ -36,11 +36,9 @@ class Pool:
     """Ready groups that may be trained on without."""
 
     def start(self, dispatches: Iterable[Dispatch]) -> None:
-        """Dispatches that were recorded and handed to a worker."""
         self.running.update((d.dispatch_id, d) for d in dispatches)
 
     def finish(self, headers: Iterable[GroupHeader]) -> None:
-        """Groups that became durable."""
         for header in headers:
             self.running.pop(header.dispatch_id, None)
             self.ready[header.dispatch_id] = header
@@ -56,7 +54,6 @@ class Pool:
         return bool(new)
 
     def drop(self, dispatch_ids: Iterable[str]) -> None:
-        """Dispatches that ended or went to the trainer."""
         for dispatch_id in dispatch_ids:
             self.running.pop(dispatch_id, None)
             self.ready.pop(dispatch_id, None)
@@ -95,13 +92,9 @@ class Gate:
         stale = tuple(h for h in pool.ready.values() if self._is_stale(h, floor))
         stale_ids = {h.dispatch_id for h in stale}
         fresh = [h for h in pool.ready.values() if h.dispatch_id not in stale_ids]
-        usable = [
-            header
-            for header in fresh
-            if header.newest.version <= committed_version
-            and header.dispatch_id not in unverified
-            and self._is_let_through(pool, header)
-        ]
+        committed = [header for header in fresh if header.newest.version <= committed_version]
+        let_through = pool.audited | pool.waived if self.audited_only else pool.ready.keys()
+        usable = [h for h in committed if h.dispatch_id not in unverified and h.dispatch_id in let_through]
         candidates = self._candidates(pool, usable, stale_ids)
         if len(candidates) < self.batch_groups:
             have = f"have {len(candidates)}; {len(pool.running)} running, {len(pool.ready)} ready"
@@ -111,17 +104,10 @@ class Gate:
         batch = tuple(candidates[: self.batch_groups])
         awaited = self._may_still_join(pool, fresh, usable, floor) if self.policy == "wait" else []
         if awaited:
-            return Selection(
-                stale=stale,
-                waits_for=(
-                    f"groups {', '.join(awaited[:4])}, which step {trainer_version + 1} would make older than "
-                    f"{self.max_staleness}"
-                ),
-            )
+            step, limit = trainer_version + 1, self.max_staleness
+            what = f"groups {', '.join(awaited[:4])}, which step {step} would make older than {limit}"
+            return Selection(stale=stale, waits_for=what)
         return Selection(batch=batch, stale=stale)
-
-    def _is_let_through(self, pool: Pool, header: GroupHeader) -> bool:
-        return not self.audited_only or header.dispatch_id in pool.audited or header.dispatch_id in pool.waived
 
     def _is_stale(self, header: GroupHeader, floor: int) -> bool:
         if self.policy == "mask":

@@ -68,12 +68,10 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """Where a person can look."""
         return f"http://{self.target}/metrics"
 
     @property
     def snapshot(self) -> Snapshot:
-        """What a scrape gets now."""
         return self._shown[0]
 
     def show(self, snapshot: Snapshot) -> None:
@@ -89,7 +87,6 @@ class Exporter:
         return self._server.asked and self._server.wait_for_scrapes(LAST_SCRAPES, deadline_s)
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()
 
 
@@ -142,7 +139,6 @@ class _One:
         self._family = family
 
     def collect(self) -> Iterator[Family]:
-        """The one family."""
         yield self._family
 
 

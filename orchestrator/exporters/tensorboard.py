@@ -11,7 +11,7 @@ from tensorboard.plugins.scalar import metadata as of_scalars
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
-from orchestrator.exporters.tracker_tags import STEPS, Bars, Points, meaning_of
+from orchestrator.exporters.tracker_tags import STEPS, Points, meaning_of
 
 events: Any = event_pb2
 summaries: Any = summary_pb2
@@ -45,7 +45,9 @@ class TensorBoardTracker:
             number = protos.TensorProto(dtype=types.DT_FLOAT, float_val=(value,))
             self._add(summary, tag, number, scalar_metadata.create_summary_metadata)
         for tag, bars in points.bars.items():
-            self._add(summary, tag, tensors.make_tensor_proto(_table(bars)), histogram_metadata.create_summary_metadata)
+            # [buckets, 3]: left edge, right edge, count
+            table = np.array([bars.edges[:-1], bars.edges[1:], bars.counts], dtype=np.float64).T
+            self._add(summary, tag, tensors.make_tensor_proto(table), histogram_metadata.create_summary_metadata)
         self._writer.add_event(events.Event(wall_time=time.time(), step=points.step, summary=summary))
         self._writer.flush()
 
@@ -56,10 +58,4 @@ class TensorBoardTracker:
         summary.value.add(tag=tag, tensor=tensor, metadata=first)
 
     def close(self) -> None:
-        """Write what is buffered."""
         self._writer.close()
-
-
-def _table(bars: Bars) -> Any:  # noqa: ANN401
-    """float64 [buckets, 3]: left edge, right edge, count."""
-    return np.array([bars.edges[:-1], bars.edges[1:], bars.counts], dtype=np.float64).T

@@ -144,11 +144,9 @@ def _bars(
             continue
         for labels, reduced in series.items():
             old = before.get(name, {}).get(labels)
-            counts = (
-                reduced.counts
-                if old is None
-                else tuple(new - known for new, known in zip(reduced.counts, old.counts, strict=True))
-            )
+            counts = reduced.counts
+            if old is not None:
+                counts = tuple(new - known for new, known in zip(counts, old.counts, strict=True))
             if any(counts):
                 yield tag_of(name, labels), Bars(_closed(DECLARED[name].buckets), counts)
 

@@ -56,7 +56,6 @@ class Trackers:
         self.close()
 
     def step(self, snapshot: Snapshot) -> None:
-        """A step ended."""
         if self._feeds:
             self._put(self._signals.of_step(snapshot))
 
@@ -74,7 +73,6 @@ class Trackers:
                 self._say(f"{feed.trouble}; nothing more goes to {feed.name}, the training goes on")
 
     def close(self) -> None:
-        """Close them all."""
         for feed in self._feeds:
             feed.put(None)
         for feed in self._feeds:
@@ -147,11 +145,8 @@ def open_trackers(config: RunConfig, run: RunDir, say: Callable[[str], None]) ->
 
             opened.append(("TensorBoard", TensorBoardTracker(run.tensorboard)))
     if chosen.wandb != "off":
-        with boundary(
-            UserError,
-            f'trackers.wandb is "{chosen.wandb}", but Weights & Biases does not start (without a network set'
-            ' "offline")',
-        ):
+        context = f'trackers.wandb is "{chosen.wandb}", but Weights & Biases does not start'
+        with boundary(UserError, f'{context} (without a network set "offline")'):
             from orchestrator.exporters.wandb import WandbTracker
 
             opened.append(("Weights & Biases", WandbTracker(run, config, chosen.wandb)))

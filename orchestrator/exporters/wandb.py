@@ -42,14 +42,11 @@ class WandbTracker:
         was sent cannot be taken back."""
         if points.step <= self._sent.get(points.series, -1):
             return
-        bars = {
-            tag: library.Histogram(np_histogram=(list(each.counts), list(each.edges)))
-            for tag, each in points.bars.items()
-        }
+        histogram = library.Histogram
+        bars = {tag: histogram(np_histogram=(list(b.counts), list(b.edges))) for tag, b in points.bars.items()}
         self._run.log({**points.numbers, **bars, STEP: float(points.step)})
         self._sent[points.series] = points.step
         write_atomic(self._sent_file, json.dumps(self._sent))
 
     def close(self) -> None:
-        """Write, and online also send, what is buffered."""
         self._run.finish()

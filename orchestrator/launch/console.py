@@ -22,6 +22,8 @@ SHOWN = (
     "step_seconds",
     "committed_version",
 )
+HEADERS = ("step", "reward", "last 10", "staleness mean/max", "tokens/s", "in flight", "engine busy", "trainer busy")
+"""Of the live table."""
 
 
 class Reporter(Protocol):
@@ -44,11 +46,9 @@ class JsonReporter:
     """One JSON object a line: `{"event": ...}` or the shown columns of a step."""
 
     def say(self, text: str) -> None:
-        """Print an event line."""
         self._write({"event": text})
 
     def step(self, row: Mapping[str, float], steps: int) -> None:
-        """Print a step line."""
         self._write({key: round(row[key], 6) for key in SHOWN})
 
     def close(self) -> None:
@@ -68,33 +68,21 @@ class LiveReporter:
         self._rows: list[tuple[str, ...]] = []
 
     def say(self, text: str) -> None:
-        """Print a line above the table."""
         self._console.print(text, style="dim", markup=False, highlight=False)
 
     def step(self, row: Mapping[str, float], steps: int) -> None:
-        """Redraw with a new last row."""
         if self._live is None:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
         self._rows = [*self._rows[-11:], step_cells(row, steps)]
         table = Table(box=None, pad_edge=False)
-        for header in (
-            "step",
-            "reward",
-            "last 10",
-            "staleness mean/max",
-            "tokens/s",
-            "in flight",
-            "engine busy",
-            "trainer busy",
-        ):
+        for header in HEADERS:
             table.add_column(header, justify="right")
         for cells in self._rows:
             table.add_row(*cells)
         self._live.update(table)
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None

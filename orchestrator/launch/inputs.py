@@ -69,13 +69,8 @@ def training_source(config: RunConfig) -> PromptSource:
     environment, seed = config.environment, config.run.seed
     source = build_source(environment, seed, needs_answer(config.reward))
     held_out = held_out_prompts(environment, config.evaluation, seed, needs_answer(config.reward))
-    return plant_source(
-        source,
-        config.faults,
-        held_out,
-        digits=environment.digits if environment.type == "arithmetic" else None,
-        seed=seed,
-    )
+    digits = environment.digits if environment.type == "arithmetic" else None
+    return plant_source(source, config.faults, held_out, digits=digits, seed=seed)
 
 
 def checked_prompts(config: RunConfig, source: PromptSource) -> PromptCheck:

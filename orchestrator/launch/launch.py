@@ -129,13 +129,11 @@ async def _drive(
 ) -> dict[str, object]:
     progress = Progress(asyncio.get_running_loop().time)
     opening = await _opened(config, run, fleet)
-    expected = Expectation(
-        tokenizer=inputs.tokenizer, engine=config.engine, sampling=config.sampling, weights=config.weights
-    )
+    engine, start = config.engine, opening.manifest.policy
+    expected = Expectation(tokenizer=inputs.tokenizer, engine=engine, sampling=config.sampling, weights=config.weights)
     replicas = Replicas(fleet, config.deadlines, expected)
-    start = opening.manifest.policy
     said = f"epoch {start.trainer_epoch}, version {start.version}"
-    reporter.say(f"{said}: starting {config.engine.replicas} x {config.engine.type}")
+    reporter.say(f"{said}: starting {engine.replicas} x {engine.type}")
     await replicas.start_all(opening.manifest)
     site = Site(
         config=config,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from orchestrator.config import RunConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Share:
     """One kind of actor."""
 
@@ -20,42 +20,21 @@ def resource_plan(config: RunConfig) -> list[Share]:
     """One row a kind of actor."""
     small, engine, trainer = config.cluster.small_actor_cpus, config.engine, config.trainer
     consistency, every = config.consistency, config.evaluation.every_steps
-    service = Share(
-        role="consistency",
-        count=consistency.workers,
-        cpus=consistency.num_cpus,
-        gpus=consistency.num_gpus,
-        note=f"mode {consistency.mode}",
+    own = f"{trainer.type}, {trainer.dtype}, {trainer.algorithm.type}"
+    kept = f"{config.store.type}, durability {config.store.durability}"
+    rows = (
+        ("engine", engine.replicas, engine.num_cpus, engine.num_gpus, f"{engine.type}, {engine.dtype}"),
+        ("trainer", trainer.ranks, trainer.num_cpus, trainer.num_gpus, own),
+        ("episodes", config.episodes.workers, small, 0, f"up to {config.max_concurrent_groups} groups at once"),
+        ("reward", config.reward_workers.workers, small, 0, config.reward.type),
+        ("store", 1, small, 0, kept),
+        ("evaluation", int(every > 0), small, 0, f"every {every} steps"),
     )
-    return [
-        Share(
-            role="engine",
-            count=engine.replicas,
-            cpus=engine.num_cpus,
-            gpus=engine.num_gpus,
-            note=f"{engine.type}, {engine.dtype}",
-        ),
-        Share(
-            role="trainer",
-            count=trainer.ranks,
-            cpus=trainer.num_cpus,
-            gpus=trainer.num_gpus,
-            note=f"{trainer.type}, {trainer.dtype}, {trainer.algorithm.type}",
-        ),
-        Share(
-            role="episodes",
-            count=config.episodes.workers,
-            cpus=small,
-            gpus=0,
-            note=f"up to {config.max_concurrent_groups} groups at once",
-        ),
-        Share(role="reward", count=config.reward_workers.workers, cpus=small, gpus=0, note=config.reward.type),
-        Share(
-            role="store", count=1, cpus=small, gpus=0, note=f"{config.store.type}, durability {config.store.durability}"
-        ),
-        *((Share(role="evaluation", count=1, cpus=small, gpus=0, note=f"every {every} steps"),) if every else ()),
-        *(() if consistency.mode == "off" else (service,)),
-    ]
+    plan = [Share(*row) for row in rows if row[1]]
+    if consistency.mode != "off":
+        note = f"mode {consistency.mode}"
+        plan.append(Share("consistency", consistency.workers, consistency.num_cpus, consistency.num_gpus, note))
+    return plan
 
 
 def totals(plan: list[Share]) -> tuple[float, float]:

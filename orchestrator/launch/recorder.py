@@ -1,8 +1,6 @@
 """What a run keeps of its steps as they end: rows and values of blocks and histograms on disk, the console, Prometheus
 and the trackers, and no weights that nobody needs any more."""
 
-from dataclasses import dataclass
-
 from orchestrator.launch.console import Reporter
 from orchestrator.loop.parts import LoopParts
 from orchestrator.metrics.blocks import block_values
@@ -12,13 +10,6 @@ from orchestrator.run_dir.layout import RunDir
 from orchestrator.run_dir.metrics_writer import BlockRecorder, MetricsRecorder
 from orchestrator.signals.observer import Observing
 from orchestrator.signals.rows import Signals
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
-    metrics: MetricsRecorder
-    blocks: BlockRecorder
-    histograms: HistogramRecorder
 
 
 class StepRecorder(Observer):
@@ -37,23 +28,20 @@ class StepRecorder(Observer):
         self._parts, self._signals, self._reporter = parts, signals, reporter
         self._steps, self._observing = steps, observing
         self._side_files = parts.book.side_files
-        self._files = _Files(
-            metrics=MetricsRecorder(run.metrics),
-            blocks=BlockRecorder(run.block_metrics),
-            histograms=HistogramRecorder(run.histograms, parts.accounts.distributions, parts.training.policy),
-        )
+        counted, start = parts.accounts.distributions, parts.training.policy
+        self._metrics, self._blocks = MetricsRecorder(run.metrics), BlockRecorder(run.block_metrics)
+        self._histograms = HistogramRecorder(run.histograms, counted, start)
 
     async def step_done(self, done: StepDone) -> None:
-        """Keep and show it."""
         row, blocks, policy = self._signals.row(done), block_values(done.report), done.report.policy
         spared = self._side_files.spared
         with spared("metrics"):
-            self._files.metrics.add(row)
+            self._metrics.add(row)
         with spared("block_metrics"):
-            self._files.blocks.add(policy, blocks)
+            self._blocks.add(policy, blocks)
         self._parts.doctor.step(row, self._parts.book.counts, blocks)
         with spared("histograms"):
-            self._files.histograms.add(policy)
+            self._histograms.add(policy)
         if done.checkpointed:
             self.flush()
         self._reporter.step(row, self._steps)
@@ -64,13 +52,12 @@ class StepRecorder(Observer):
         await self._side_files.report()
 
     async def score_taken(self) -> None:
-        """The trackers get it."""
         if self._observing is not None:
             await self._observing.score()
 
     def flush(self) -> None:
         """What a checkpoint holds is on disk, and no histogram reaches over one: a resume takes back whole parts."""
-        parts = (self._files.metrics, self._files.blocks, self._files.histograms)
-        for name, part in zip(("metrics", "block_metrics", "histograms"), parts, strict=True):
+        parts = {"metrics": self._metrics, "block_metrics": self._blocks, "histograms": self._histograms}
+        for name, part in parts.items():
             with self._side_files.spared(name):
                 part.flush()

@@ -10,7 +10,6 @@ import asyncio
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import FrameType
 
 from rollout.errors import ConcordError
 
@@ -30,7 +29,7 @@ def interruptible() -> Generator[None]:
         Stopped: one of them came where nothing more particular was said about it.
     """
     with handlers_restored():
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             yield
         except KeyboardInterrupt as cause:
@@ -52,10 +51,6 @@ def ignore_signals() -> None:
     """From now on signals do nothing: what is being ended has deadlines of its own."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 class StopSignals:

@@ -70,11 +70,10 @@ def _check_tokenizer(who: str, expected: TokenizerIdentity, got: TokenizerIdenti
     names = differences(expected, got)
     if not names:
         return
-    digests = (
-        {**side.fingerprint_fields, **{f"probe {name}": digest for name, digest in side.probes.items()}}
+    mine, trainers = (
+        side.fingerprint_fields | {f"probe {name}": digest for name, digest in side.probes.items()}
         for side in (got, expected)
     )
-    mine, trainers = digests
     differing = "; ".join(
         f"{name}: got {mine.get(name, 'nothing')[:12]}, expected {trainers.get(name, 'nothing')[:12]}" for name in names
     )

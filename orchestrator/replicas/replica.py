@@ -44,7 +44,6 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"engine replica {self.slot}"
 
     @property
@@ -121,11 +120,9 @@ class Replica:
         return within
 
     def reports(self, load: EngineLoad) -> None:
-        """What it is doing."""
         self.load = load
 
     def takes_group(self) -> None:
-        """One more group was handed out to it."""
         self.assigned += 1
 
     def gives_back(self, incarnation: int) -> None:

@@ -93,7 +93,6 @@ class Replicas:
                 known = port
 
     def detach(self, worker: WorkerPort) -> None:
-        """Forget a dead episode worker."""
         if worker in self._workers:
             self._workers.remove(worker)
 
@@ -126,7 +125,6 @@ class Replicas:
         return answer.report
 
     async def retire(self, replica: Replica) -> None:
-        """Kill the present incarnation."""
         port = replica.goes()
         if port is not None:
             await port.kill()

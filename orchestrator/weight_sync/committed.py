@@ -26,7 +26,6 @@ class CommittedWeights:
         return self._manifest.policy
 
     def move_to(self, manifest: WeightManifest) -> None:
-        """The ledger holds `manifest` now."""
         self._manifest = manifest
 
     @contextmanager

@@ -76,14 +76,8 @@ class ReplicaLifecycle:
         if not replica.is_live(incarnation):
             return
         self.restarts += 1
-        failure = ReplicaFailure(
-            slot=slot,
-            incarnation=incarnation,
-            reason=reason,
-            policy=suspects[-1] if suspects else None,
-            canary_gap_nats=replica.canary_gap_nats,
-            tolerance_nats=replica.tolerance_nats,
-        )
+        policy, gap, tolerance = suspects[-1] if suspects else None, replica.canary_gap_nats, replica.tolerance_nats
+        failure = ReplicaFailure(slot, incarnation, reason, policy, gap, tolerance)
         unverified = () if replica.applying is None else (replica.applying,)
         self._replicas.taint(slot, incarnation, unverified)
         await self._replicas.retire(replica)

@@ -69,11 +69,9 @@ class Publisher:
 
     @property
     def committed(self) -> WeightManifest:
-        """The newest version of the ledger."""
         return self._weights.manifest
 
     def offer(self, manifest: WeightManifest) -> None:
-        """A newer policy is on disk."""
         if not self._rules.every_version:
             self.superseded += len(self._waiting)
             self._waiting.clear()
@@ -110,7 +108,11 @@ class Publisher:
             answers = await self._update_all(serving, manifest)
             reports = [answer for answer in answers if isinstance(answer, ApplyReport)]
             if reports:
-                await self._report_stragglers(serving, manifest.policy)  # first: a resume must know of them
+                for replica in serving:  # first: a resume must know of them
+                    if replica.applying == manifest.policy:
+                        self.stragglers += 1
+                        fields = {"replica": replica.slot, "policy": manifest.policy.key}
+                        await self._store.record_event("replica_straggles", {**fields})
                 await self._store.commit_version(LedgerEntry(policy=manifest.policy, digest=manifest.digest))
                 self._weights.move_to(manifest)
                 self._lifecycle.committed()
@@ -141,12 +143,6 @@ class Publisher:
         finally:
             for update in updates:
                 update.cancel()
-
-    async def _report_stragglers(self, asked: Sequence[Replica], policy: PolicyVersion) -> None:
-        for replica in asked:
-            if replica.applying == policy:
-                self.stragglers += 1
-                await self._store.record_event("replica_straggles", {"replica": replica.slot, "policy": policy.key})
 
     async def _until_enough(self, updates: Sequence[asyncio.Task[Answer]]) -> list[Answer]:
         """Answers of all replicas, or of a quorum once the others are stragglers: these go on by themselves."""

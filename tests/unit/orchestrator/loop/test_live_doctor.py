@@ -24,7 +24,7 @@ class Told:
         self.events: list[tuple[str, dict[str, Any]]] = []
 
     async def record(self, kind: str, fields: EventFields) -> None:
-        self.events.append((kind, fields))
+        self.events.append((kind, dict(fields)))
 
 
 def shown(doctor: LiveDoctor) -> tuple[dict[str, float], list[str]]:
