@@ -31,5 +31,5 @@ def test_a_dispatch_whose_episode_is_cancelled_from_outside_does_not_run_for_eve
     assert summary["version"] == 8
     assert summary["failed"] == {"worker": 1}
     assert_accounted(summary)
-    details = [event["detail"] for event in events_of(case.run.path) if event.get("reason") == "worker"]
+    details = [event["detail"] for event in events_of(case.run.path) if event["kind"] == "failed"]
     assert details == ["d00000001: what it waited for was cancelled"]
