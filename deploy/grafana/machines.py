@@ -166,12 +166,6 @@ FLEET = Dashboard(
                 ),
                 rates("Sampled tokens a second", "generated_tokens", "replica"),
                 lines("Busy", "engine_busy", "evaluation_busy", "trainer_busy", alerts=("ConcordEnginesIdle",)),
-                lines(
-                    "Slowest replica over the others",
-                    "replica_slowness",
-                    unit="suffix:x",
-                    alerts=("ConcordReplicaSlow",),
-                ),
                 lines("Seconds of a trained group", "generation_seconds", "reward_seconds"),
                 lines("Work", "running", "ready", "admission_capacity"),
             ),
@@ -210,6 +204,18 @@ FLEET = Dashboard(
                 by("Memory by actor", "concord_actor_memory_bytes", "actor", alerts=("ConcordActorMemoryGrows",)),
                 lines("Tokens sampled for evaluations", "evaluation_tokens"),
             ),
+        ),
+        Row(
+            "Replicas against each other",
+            (
+                lines(
+                    "Slowest replica over the others",
+                    "replica_slowness",
+                    unit="suffix:x",
+                    alerts=("ConcordReplicaSlow",),
+                ),
+            ),
+            needs="engine.replicas above 1",
         ),
         Row(
             "Engines: vLLM",

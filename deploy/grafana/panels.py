@@ -72,11 +72,12 @@ DIAGNOSIS = Panel(
 )
 PRIMARY = Panel(
     "Why not: the doctor's first finding",
-    (("concord_diagnosis_primary == 1", "{{cause}}"),),
+    (('concord_diagnosis_primary{cause!="none"} == 1', "{{cause}}"),),
     layer=4,
     kind="name",
-    help="`none`: nothing worse than info. Links to what to do about it; `concord doctor RUN` has the evidence.",
-    empty="the doctor is silent",
+    unit="short",
+    help="Its primary finding, which links to what to do about it; `concord doctor RUN` has the evidence.",
+    empty="nothing worse than info",
     wide=10,
 )
 ALERT_HISTORY = Panel(
