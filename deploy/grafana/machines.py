@@ -295,7 +295,7 @@ FLEET = Dashboard(
                 ),
                 by(
                     "Memory of the nodes",
-                    "ray_node_mem_used / ray_node_mem_total",
+                    "ray_node_mem_used_host / ray_node_mem_total_host",
                     "ip",
                     unit="percentunit",
                     help="Near 1 Ray ends workers.",
@@ -309,7 +309,7 @@ FLEET = Dashboard(
                 ),
                 by(
                     "Actors by state",
-                    "sum by (State) (ray_actors)",
+                    'sum by (State) (ray_actors{Source="gcs"})',
                     "State",
                     unit="count:actors",
                     help="Actors of every run on that cluster.",
