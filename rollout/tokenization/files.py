@@ -33,6 +33,9 @@ class TokenizerFiles:
     """`vocab_size` of config.json, None where it does not say."""
     model_ids: dict[str, object]
     """Special ids that config.json names."""
+    sampling: dict[str, float]
+    """`temperature`, `top_p`, `top_k` of generation_config.json, where it says: what engines take that are not told
+    otherwise."""
 
 
 def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
@@ -61,6 +64,11 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         chat_template=_chat_template(settings, model_dir),
         embedding_rows=rows if isinstance(rows, int) else None,
         model_ids={name: inner[name] for name in _NAMED_IDS if name in inner},
+        sampling={
+            name: value
+            for name in ("temperature", "top_p", "top_k")
+            if isinstance(value := generation.get(name), int | float) and not isinstance(value, bool)
+        },
     )
 
 

@@ -116,6 +116,14 @@ class HuggingFaceTokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
 
+    @property
+    def pad_ids(self) -> tuple[int, ...]:
+        """Ids that texts may be padded with, the likeliest first: the pad token by name, that of config.json, and the
+        end tokens, which many use."""
+        text, named = self._files.special_tokens.get("pad_token"), self._files.model_ids.get("pad_token_id")
+        ids = (None if text is None else self._backend.token_to_id(text), named, *self.eos_ids)
+        return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] ids of raw text, with the special tokens that the post-processor of tokenizer.json adds; as in
         transformers, it outranks `add_bos_token`."""

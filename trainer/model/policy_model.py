@@ -45,10 +45,13 @@ class PolicyModel(nn.Module):
         chosen = self.chosen_states(token_ids, positions)
         return chunked_logprobs(chosen, self.head_weight(), targets, temperature, self.chunk_tokens, support)
 
-    def chosen_states(self, token_ids: Tensor, positions: Tensor, cache: Cache | None = None) -> Tensor:
+    def chosen_states(
+        self, token_ids: Tensor, positions: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """[N, H] states behind the final norm at flat `positions` [N] of `token_ids` [B, T]; a cache is read and
-        extended. Of a sharded model, only inside `forward`."""
-        hidden = self._hidden(token_ids, cache)
+        extended. `position_ids` [B, T]: where tokens stand for the model, None counts them from 0. Of a sharded model,
+        only inside `forward`."""
+        hidden = self._hidden(token_ids, cache, position_ids)
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
 
     def head_weight(self) -> Tensor:
@@ -100,9 +103,12 @@ class PolicyModel(nn.Module):
         for block in self.blocks():
             _checkpoint_block(block)
 
-    def _hidden(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def _hidden(self, token_ids: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None) -> Tensor:
         backbone = cast(Any, self.causal_lm).base_model
-        kept = {} if cache is None else {"past_key_values": cache}
+        kept: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        if position_ids is not None:
+            # Without a mask the library takes a jump in the positions for the begin of another sequence.
+            kept |= {"position_ids": position_ids, "attention_mask": torch.ones_like(token_ids)}
         return backbone(input_ids=token_ids, use_cache=cache is not None, **kept).last_hidden_state
 
 

@@ -122,6 +122,15 @@ class Attribution:
     """In the order in which they were tried; only causes that explain something."""
     residual: float
     """What no cause explains."""
+    readings: tuple[str, ...] = ()
+    """What closed each part, in words with its value, such as `temperature 0.7`; one a part, empty where the cause says
+    it all."""
+
+    @property
+    def read_parts(self) -> tuple[tuple[GapCause, float, str], ...]:
+        """(cause, nats, reading) of each part."""
+        readings = (*self.readings, *[""] * len(self.parts))
+        return tuple((cause, nats, reading) for (cause, nats), reading in zip(self.parts, readings, strict=False))
 
     @property
     def first(self) -> GapCause:

@@ -75,3 +75,48 @@ def baseline(mean_abs: float, f2: float = 0.0) -> GapBaseline:
 
 def failed(check: Check, severity: CheckSeverity = CheckSeverity.FAIL) -> CheckFinding:
     return CheckFinding(check=check, severity=severity, code="planted", detail="planted")
+
+
+class DistributionRescorer:
+    """Answers from one random distribution a token: [T, vocabulary] logits by trajectory id. It knows temperature,
+    top_p, top_k and the likeliest token; other circumstances change nothing."""
+
+    def __init__(self, vocab_size: int = 32, seed: int = 0) -> None:
+        self._vocab_size, self._seed = vocab_size, seed
+        self.asked: list[ScoreOptions] = []
+        self.tokens: list[int] = []
+
+    def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
+        self.asked.append(options)
+        self.tokens.append(sum(t.token_ids.size for t in trajectories))
+        return [np.where(t.sampled, self._row(t, options), 0.0).astype(np.float32) for t in trajectories]
+
+    def _row(self, t: Trajectory, options: ScoreOptions) -> NDArray[np.float64]:
+        rng = np.random.default_rng([self._seed, int(t.token_ids.sum())])
+        temperature = t.tag.temperature if options.temperature is None else options.temperature
+        top_p = t.tag.top_p if options.top_p is None else options.top_p
+        top_k = t.tag.top_k if options.top_k is None else options.top_k
+        logits = 2.0 * rng.standard_normal((t.token_ids.size, self._vocab_size)) / temperature
+        ordered = -np.sort(-logits, axis=1)
+        mass = np.exp(ordered) / np.exp(ordered).sum(axis=1, keepdims=True)
+        kept = np.ones(ordered.shape, dtype=np.bool_)
+        if options.truncate and top_k:
+            kept &= np.arange(self._vocab_size) < top_k
+        if options.truncate and top_p < 1.0:
+            share = np.where(kept, mass, 0.0) / np.where(kept, mass, 0.0).sum(axis=1, keepdims=True)
+            kept &= share.cumsum(axis=1) - share < top_p
+        chosen = ordered[:, 0] if options.token == "likeliest" else logits[np.arange(t.token_ids.size), t.token_ids]
+        return chosen - np.log(np.where(kept, np.exp(ordered), 0.0).sum(axis=1))
+
+
+def sampled_as(
+    rescorer: DistributionRescorer, options: ScoreOptions, count: int = 12, tokens: int = 40, **tag: Any
+) -> list[Trajectory]:
+    """Trajectories of random tokens whose log is what `options` say, under a tag that says otherwise."""
+    found: list[Trajectory] = []
+    for index in range(count):
+        one = trajectory((V[0], tokens), index=index, **tag)
+        found.append(replace(one, rollout_logprobs=rescorer.score([one], options)[0]))
+    rescorer.asked.clear()
+    rescorer.tokens.clear()
+    return found

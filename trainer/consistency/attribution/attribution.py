@@ -1,10 +1,10 @@
 """Why engine and trainer differ: one what-if question after the other, each about what the answers before it left open.
 
-It owns the order of the causes, what counts as an explanation, and the ceiling on what asking may cost. It must never
-know models or weights (the `Rescorer` holds them), nor what follows from a cause. Pure numpy.
+It owns the order of the causes and the ceiling on what asking may cost. It must never know models or weights (the
+`Rescorer` holds them), nor what follows from a cause. Pure numpy.
 
-    structure -> re-tokenised turns -> semantics -> identity (weights, then version tag) -> routing -> precision
-    -> stale KV -> tail -> unknown
+    structure -> units of the log -> re-tokenised turns -> semantics -> identity (weights, then version tag)
+    -> filled-in entries -> other inputs -> routing -> precision -> stale KV -> tail -> unknown
 
 Staleness is no cause here: every token is scored at the version that sampled it, so the gap is the engine's alone.
 """
@@ -12,40 +12,25 @@ Staleness is no cause here: every token is scored at the version that sampled it
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.published.number_formats import rounded_to_bf16
 from rollout.types.trajectory import Trajectory, VersionSpan
 from trainer.config.consistency import GapLimits
-from trainer.consistency.attribution.inquiry import ROUNDED_NATS, Answer, AttributionFacts, Inquiry
+from trainer.consistency.attribution.engine_inputs import BOUNDARY_FACTOR, ask_inputs, ask_through_text
+from trainer.consistency.attribution.inquiry import KEPT_SHARE, AttributionFacts, Inquiry, num_affordable
+from trainer.consistency.attribution.log_columns import ask_filler, ask_units
+from trainer.consistency.attribution.precision import ask_precision
+from trainer.consistency.attribution.semantics import ask_semantics
+from trainer.consistency.attribution.versions import ask_identity
 from trainer.consistency.checks.gap import tail_is_high
 from trainer.consistency.checks.mismatch import TAIL_NATS
-from trainer.consistency.checks.tokens import is_later
-from trainer.consistency.scoring.protocols import Rescorer, ScoreOptions
+from trainer.consistency.scoring.protocols import Rescorer
 from trainer.types.evidence import Attribution, GapCause
 
-CLOSED_SHARE = 0.8
-"""Semantics and version tag are a cause only if they close this share of the gap: true of every token or of none, so
-half an explanation is a coincidence."""
-KEPT_SHARE = 0.1
-"""Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
-ROUNDED_SHARE = 0.99
-"""This share of the tokens must agree after rounding to bfloat16; a score a hair beside the middle of
-two grid points may round the other way."""
-BOUNDARY_FACTOR = 2.0
-"""Tokens behind a version boundary differ by this many times what those before it do: older keys and values are read
-only behind it."""
-VERSION_OFFSETS = (-1, 1, -2, 2)
-UNDECLARED_TOP_P = (0.95, 0.9, 0.8, 0.99)
-"""Nuclei that are in use; an engine that truncates without saying so does it at one of them."""
-_DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
+_WHOLE = (ask_units, ask_through_text, ask_semantics, ask_identity, ask_filler, ask_inputs)
+"""Causes that are true of every token or of none, in order: the first one that is found ends the inquiry."""
 
 
 def attribute(
@@ -61,10 +46,10 @@ def attribute(
     guesses at.
 
     Causes are tried in the order of the module's docstring; those that cannot apply are not asked for. A broken
-    structure, wrong weights, and semantics or a version tag that closes 80 % of the gap end the inquiry: they must be
-    mended before anything finer has a meaning. The others share the gap, each working on what is left under the options
-    accepted before it. A stale replica also fits a version offset on all its trajectories; its digest or canary shows
-    which, and is asked first.
+    structure, wrong weights, and units, semantics, a version tag or other inputs that close 80 % of the gap end the
+    inquiry: they must be mended before anything finer has a meaning. The others share the gap, each working on what is
+    left under the options accepted before it. A stale replica also fits a version offset on all its trajectories; its
+    digest or canary shows which, and is asked first.
 
     Returns:
         None where no token was scored, or where the gap is below `gap_floor` without a high tail: then there is nothing
@@ -74,7 +59,7 @@ def attribute(
         trajectories: of one replica. Only the first ones with at most `max_tokens` tokens together are looked at,
             whole, but always the first.
         facts: what is known beside the log-probs.
-        rescorer: answers what-if questions; it is asked at most 16 times, and once more without `behaviour`.
+        rescorer: answers what-if questions. A value is searched (temperature, top-k, other prompts) on a small part.
         limits: from where on a gap is worth a question.
         max_tokens: of one question, given tokens included.
         behaviour: [T] nats a trajectory, log pi_beh as it has been scored already, NaN where it was not; None scores it
@@ -90,71 +75,23 @@ def attribute(
             f"got {len(trajectories)} trajectories of replicas {sorted({t.tag.replica for t in trajectories})}; "
             "expected some, of one replica"
         )
-    chosen = _affordable(trajectories, max_tokens)
+    chosen = trajectories[: num_affordable(trajectories, max_tokens)]
     scores = rescorer.score(chosen, facts.options) if behaviour is None else behaviour[: len(chosen)]
     inquiry = Inquiry(chosen, facts, rescorer, limits, scores)
     if inquiry.now.values.size == 0:
         return None
-    if any(finding.breaks_tokens for finding in facts.structure):
-        return Attribution(gap=inquiry.gap, parts=((GapCause.TOKENIZER, inquiry.gap),), residual=0.0)
+    broken = next((finding for finding in facts.structure if finding.breaks_tokens), None)
+    if broken is not None:
+        parts = ((GapCause.TOKENIZER, inquiry.gap),)
+        return Attribution(gap=inquiry.gap, parts=parts, residual=0.0, readings=(broken.detail,))
     if inquiry.gap <= inquiry.floor and not _has_tail(inquiry):
         return None
-    if not (_retokenized(inquiry) or _semantics(inquiry) or _identity(inquiry)):
+    if not any(ask(inquiry) for ask in _WHOLE):
         _routing(inquiry)
-        _precision(inquiry)
+        ask_precision(inquiry)
         _stale_kv(inquiry)
         _tail(inquiry)
     return inquiry.result()
-
-
-def _affordable(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Trajectory]:
-    total = np.cumsum([t.token_ids.size for t in trajectories])
-    return trajectories[: max(1, int(np.count_nonzero(total <= max_tokens)))]
-
-
-def _retokenized(inquiry: Inquiry) -> bool:
-    """The turns before a later one went through text: the engine continued other ids than the sample holds."""
-    through_text, gaps = inquiry.facts.through_text, inquiry.now.gaps
-    later = inquiry.select([is_later(t) for t in inquiry.trajectories])
-    if (
-        through_text is None
-        or not later.any()
-        or gaps[later].mean() <= BOUNDARY_FACTOR * (gaps[~later].mean() if not later.all() else 0.0)
-    ):
-        return False
-    return inquiry.keep(GapCause.TOKENIZER, inquiry.ask_behind(through_text), CLOSED_SHARE)
-
-
-def _semantics(inquiry: Inquiry) -> bool:
-    """The log belongs to the distribution before truncation, or to the raw one; or the engine truncates and does not
-    say so."""
-    tags, base = [t.tag for t in inquiry.trajectories], inquiry.now.options
-    truncated = any(tag.top_p < 1.0 or tag.top_k > 0 for tag in tags)
-    candidates: list[ScoreOptions] = []
-    if truncated:
-        candidates.append(replace(base, truncate=False))
-    if any(tag.temperature != 1.0 for tag in tags):
-        candidates.append(replace(base, temperature=1.0, truncate=not truncated))
-    if inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(candidates, 1.0), CLOSED_SHARE):
-        return True
-    undeclared = (
-        () if truncated or not inquiry.raised() else tuple(replace(base, top_p=top_p) for top_p in UNDECLARED_TOP_P)
-    )
-    return inquiry.keep(GapCause.LOGPROB_SEMANTICS, inquiry.best_by_span(undeclared, CLOSED_SHARE), CLOSED_SHARE)
-
-
-def _identity(inquiry: Inquiry) -> bool:
-    """Other weights than the log says: the replica's fault, or the log's."""
-    facts = inquiry.facts
-    if not facts.canary_gap <= facts.canary_tolerance:
-        return inquiry.explain(
-            GapCause.WEIGHT_SYNC, inquiry.gap - (0.0 if facts.baseline is None else facts.baseline.mean_abs)
-        )
-    newest = max(span.policy.version for t in inquiry.trajectories for span in t.version_spans)
-    candidates = [
-        replace(inquiry.now.options, version_offset=offset) for offset in VERSION_OFFSETS if newest + offset >= 0
-    ]
-    return inquiry.keep(GapCause.VERSION_TAG, inquiry.best_by_label(candidates, CLOSED_SHARE), CLOSED_SHARE)
 
 
 def _routing(inquiry: Inquiry) -> None:
@@ -162,32 +99,6 @@ def _routing(inquiry: Inquiry) -> None:
         t.routing is not None and t.routing.covered.any() for t in inquiry.trajectories
     ):
         inquiry.keep(GapCause.ROUTING, inquiry.ask(replace(inquiry.now.options, replay_routing=True)), KEPT_SHARE)
-
-
-def _precision(inquiry: Inquiry) -> None:
-    """Other number formats: of the log-probs on their way, which costs no question, then of the arithmetic, then of the
-    weights."""
-    if inquiry.keep(GapCause.PRECISION, _rounded(inquiry, inquiry.now), KEPT_SHARE):
-        return
-    options, tag = inquiry.now.options, inquiry.trajectories[0].tag
-    declared = _DTYPES.get(tag.weights_dtype)
-    compute = options if declared is None else replace(options, dtype=declared)
-    candidates = dict.fromkeys(
-        (compute, replace(options, dtype="float32"), replace(compute, weights_dtype="float8_e4m3"))
-    )
-    candidates.pop(options, None)
-    best = inquiry.best(candidates, CLOSED_SHARE)
-    if best is not None:
-        inquiry.keep(GapCause.PRECISION, _rounded(inquiry, best) or best, KEPT_SHARE)
-
-
-def _rounded(inquiry: Inquiry, answer: Answer) -> Answer | None:
-    """The answer after transport in bfloat16, if where that helps the log then agrees with it to the last bit."""
-    values = np.where(np.isnan(answer.values), answer.values, rounded_to_bf16(answer.values))
-    begun = inquiry.begun(inquiry.answer(answer.options, values))
-    helps = begun.gaps < answer.gaps
-    agree = np.isfinite(values) & (begun.gaps <= ROUNDED_NATS)
-    return begun if helps.any() and agree[helps].mean() >= ROUNDED_SHARE else None
 
 
 def _stale_kv(inquiry: Inquiry) -> None:

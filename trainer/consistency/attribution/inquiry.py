@@ -5,7 +5,7 @@ It knows how answers are compared and combined, never which causes there are.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -22,13 +22,45 @@ from trainer.types.evidence import Attribution, CheckFinding, GapCause
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-RAISED_SHARE = 0.95
-"""An undeclared truncation is asked about where at least this share of the tokens is logged as likelier."""
+CLOSED_SHARE = 0.8
+"""Another distribution, version or input, and a column that stands elsewhere: true of every token or of none, so less
+than this share of the gap is a coincidence."""
+KEPT_SHARE = 0.1
+"""Routing, precision and stale KV may share a gap; one that closes less than this share of it is noise."""
 ROUNDED_NATS = 1e-7
 """Exact agreement in float32."""
 EXCLUDED_NATS = 30.0
 """Counted as the |d| of a token that the recomputed distribution excludes (log-prob -inf), so that means stay
 finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualSampling:
+    """How a sampler that nobody configured would sample."""
+
+    reading: str
+    """Where that stands."""
+    temperature: float
+    top_p: float
+    """1 is off."""
+    top_k: int
+    """0 is off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFacts:
+    """What an engine of another framework may have read in place of the ids of a dump."""
+
+    pad_ids: tuple[int, ...]
+    """Ids that prompts are padded with, the likeliest first."""
+    bos_id: int | None
+    max_context: int | None
+    widths: Mapping[str, tuple[int, ...]]
+    """How prompts may have been padded, in words -> the width a trajectory, in the order of the trajectories."""
+
+    def of(self, indices: Sequence[int]) -> "InputFacts":
+        """The same about some of the trajectories."""
+        return replace(self, widths={name: tuple(each[i] for i in indices) for name, each in self.widths.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +79,15 @@ class AttributionFacts:
     """How the trainer computes, routing replay included: every question starts from there."""
     through_text: ThroughText | None = None
     """What the tokenizer makes of ids that go through text and back; None: later turns are not asked about."""
+    usual: tuple[UsualSampling, ...] = ()
+    """Sampling that the model's files recommend."""
+    inputs: InputFacts | None = None
+    """None: the engine is known to have read these very ids, so nothing else is asked about."""
+
+    @property
+    def canary_holds(self) -> bool:
+        """Whether the replica answered the canary as its weights would; a missing answer is none."""
+        return self.canary_gap <= self.canary_tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +99,8 @@ class Answer:
     """[n] log-probs, nats."""
     gaps: NDArray[np.float64]
     """[n] |d|, nats; a token that could not be scored keeps the gap that it had."""
+    reading: str = ""
+    """What it stands for, in words; empty where its options say it all."""
 
     @property
     def left(self) -> float:
@@ -84,6 +127,25 @@ class Inquiry:
         self.now = Answer(options=facts.options, values=values, gaps=_gaps(values, self._log))
         self.gap = self.now.left if values.size else 0.0
         self._parts: list[tuple[GapCause, float]] = []
+        self._readings: list[str] = []
+
+    @property
+    def log(self) -> NDArray[np.float32]:
+        """[n] nats as logged."""
+        return self._log
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[trajectories] tokens in question."""
+        return np.array([np.count_nonzero(mask) for mask in self._masks], dtype=np.int64)
+
+    def part(self, max_tokens: int) -> "Inquiry":
+        """The same inquiry about the first trajectories with at most `max_tokens` tokens together, always the first: a
+        search asks there and confirms on the whole."""
+        chosen = self.trajectories[: num_affordable(self.trajectories, max_tokens)]
+        rows = [row.astype(np.float32) for row in self.spread(self.now.values.astype(np.float64))[: len(chosen)]]
+        facts = replace(self.facts, options=self.now.options)
+        return Inquiry(chosen, facts, self._rescorer, self.limits, rows)
 
     def select(self, rows: Iterable[NDArray[_Scalar]]) -> NDArray[_Scalar]:
         """[n] the tokens in question out of one [T] a trajectory."""
@@ -102,9 +164,15 @@ class Inquiry:
             row[mask] = part
         return rows
 
-    def ask(self, options: ScoreOptions, trajectories: Sequence[Trajectory] | None = None) -> Answer:
+    def ask(self, options: ScoreOptions, trajectories: Sequence[Trajectory] | None = None, reading: str = "") -> Answer:
         """Score again under other circumstances; `trajectories`: the same tokens with other labels."""
-        return self.answer(options, self.select(self._rescorer.score(trajectories or self.trajectories, options)))
+        return self.answer(
+            options, self.select(self._rescorer.score(trajectories or self.trajectories, options)), reading
+        )
+
+    def scores_of(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> list[NDArray[np.float32]]:
+        """[T] nats each of other trajectories, in one question."""
+        return self._rescorer.score(trajectories, options)
 
     def ask_behind(self, through_text: ThroughText) -> Answer | None:
         """Score later turns behind what text makes of the tokens before them, where that closes something; None where
@@ -117,41 +185,31 @@ class Inquiry:
         rows = [row.astype(np.float32) for row in self.spread(self.now.values.astype(np.float64))]
         return self.begun(self.answer(self.now.options, self.select(placed_back(rows, others, scores))))
 
-    def answer(self, options: ScoreOptions, values: NDArray[np.float32]) -> Answer:
-        return Answer(
-            options=options, values=values, gaps=np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log))
-        )
+    def answer(self, options: ScoreOptions, values: NDArray[np.float32], reading: str = "") -> Answer:
+        """What `values` [n] leave of the gap."""
+        gaps = np.where(np.isnan(values), self.now.gaps, _gaps(values, self._log))
+        return Answer(options=options, values=values, gaps=gaps, reading=reading)
 
     def closes(self, answer: Answer) -> float:
         """Nats of what is left that this answer explains; negative where it makes matters worse."""
         return self.now.left - answer.left
 
-    def best(self, candidates: Iterable[ScoreOptions], enough: float) -> Answer | None:
-        """The answer that closes most; asking stops at the first one that closes the share `enough` of what is left."""
-        return self._best(map(self.ask, candidates), enough)
+    def best(self, candidates: Mapping[ScoreOptions, str], enough: float) -> Answer | None:
+        """The answer that closes most; asking stops at the first one that closes the share `enough` of what is left.
+        `candidates`: options -> reading."""
+        return self.best_of((self.ask(options, reading=reading) for options, reading in candidates.items()), enough)
 
-    def best_by_span(self, candidates: Iterable[ScoreOptions], enough: float) -> Answer | None:
+    def best_by_span(self, candidates: Mapping[ScoreOptions, str], enough: float) -> Answer | None:
         """As `best`, where a candidate holds for some spans, or from a token of a span on, and the rest stays as it is:
         a fault begins, or touches a share."""
-        return self._best((self.begun(self.ask(options)) for options in candidates), enough)
-
-    def best_by_label(self, candidates: Iterable[ScoreOptions], enough: float) -> Answer | None:
-        """As `best_by_span`, where each policy's tokens have a candidate of their own: a replica that stays at one
-        version is off by more at each new one."""
-        places, answers = self.select(_numbered(self.trajectories, lambda index, span: span.policy)), [self.now]
-        for options in candidates:
-            answers.append(self.begun(self.ask(options)))
-            mixed = self._mixed(answers, places)
-            if self.closes(mixed) >= enough * self.now.left:
-                break
-        return self._mixed(answers, places) if len(answers) > 1 else None
+        answers = (self.begun(self.ask(options, reading=reading)) for options, reading in candidates.items())
+        return self.best_of(answers, enough)
 
     def begun(self, answer: Answer) -> Answer:
         """In each span the present answer up to the token from which on `answer` leaves less: from its first, from
         none, or from one in between."""
-        spans = self.select(_numbered(self.trajectories, lambda index, span: (index, span.start)))
-        taken = np.zeros(spans.size, dtype=np.bool_)
-        for start, end in pairwise([0, *(np.flatnonzero(np.diff(spans)) + 1), spans.size]):
+        taken = np.zeros(self.now.gaps.size, dtype=np.bool_)
+        for start, end in self.spans():
             gained = np.cumsum((self.now.gaps[start:end] - answer.gaps[start:end])[::-1])[::-1]
             first = int(gained.argmax())
             taken[start + first : end] = gained[first] > 0.0
@@ -159,9 +217,15 @@ class Inquiry:
             np.where(taken, theirs, mine)
             for theirs, mine in ((answer.values, self.now.values), (answer.gaps, self.now.gaps))
         )
-        return Answer(options=answer.options, values=values, gaps=gaps)
+        return Answer(options=answer.options, values=values, gaps=gaps, reading=answer.reading)
 
-    def _best(self, answers: Iterable[Answer], enough: float) -> Answer | None:
+    def spans(self) -> list[tuple[int, int]]:
+        """[start, end) among the tokens in question, of each span of each trajectory."""
+        spans = self.select(_numbered(self.trajectories, lambda index, span: (index, span.start)))
+        return list(pairwise([0, *(int(cut) + 1 for cut in np.flatnonzero(np.diff(spans))), spans.size]))
+
+    def best_of(self, answers: Iterable[Answer], enough: float) -> Answer | None:
+        """The answer that closes most, with the stop of `best`."""
         best = None
         for answer in answers:
             best = answer if best is None or answer.left < best.left else best
@@ -169,32 +233,20 @@ class Inquiry:
                 break
         return best
 
-    def _mixed(self, answers: Sequence[Answer], place: NDArray[np.int64]) -> Answer:
-        """For all tokens of one place the answer that leaves the least of their gap."""
-        left = np.stack([np.bincount(place, weights=answer.gaps) for answer in answers])
-        chosen, tokens = left.argmin(axis=0)[place], np.arange(place.size)
-        values, gaps = np.stack([answer.values for answer in answers]), np.stack([answer.gaps for answer in answers])
-        return Answer(options=self.now.options, values=values[chosen, tokens], gaps=gaps[chosen, tokens])
-
-    def raised(self) -> bool:
-        """Whether next to all tokens are logged as likelier than they are: truncation leaves the kept tokens more of
-        the mass."""
-        above = self._log.astype(np.float64) - self.now.values.astype(np.float64) > -ROUNDED_NATS
-        return bool(above.mean() >= RAISED_SHARE)
-
     def keep(self, cause: GapCause, answer: Answer | None, share: float) -> bool:
         """Accept an answer that closes at least this share of the whole gap; later questions are asked under its
         options."""
-        if answer is None or not self.explain(cause, self.closes(answer), share):
+        if answer is None or not self.explain(cause, self.closes(answer), share, answer.reading):
             return False
         self.now = answer
         return True
 
-    def explain(self, cause: GapCause, nats: float, share: float = 0.0) -> bool:
+    def explain(self, cause: GapCause, nats: float, share: float = 0.0, reading: str = "") -> bool:
         """Whether this is an explanation; then it is noted."""
         if nats <= 0.0 or nats < share * self.gap:
             return False
         self._parts.append((cause, nats))
+        self._readings.append(reading)
         return True
 
     def result(self) -> Attribution:
@@ -203,7 +255,14 @@ class Inquiry:
             gap=self.gap,
             parts=tuple(self._parts),
             residual=max(0.0, self.gap - math.fsum(nats for _, nats in self._parts)),
+            readings=tuple(self._readings),
         )
+
+
+def num_affordable(trajectories: Sequence[Trajectory], max_tokens: int) -> int:
+    """How many of the first trajectories have at most `max_tokens` tokens together; at least one."""
+    total = np.cumsum([t.token_ids.size for t in trajectories])
+    return max(1, int(np.count_nonzero(total <= max_tokens)))
 
 
 def _numbered(

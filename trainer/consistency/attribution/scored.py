@@ -71,11 +71,12 @@ def attribute_worst(
         facts: what is known beside the log-probs and the findings of each trajectory.
         max_tokens: of one what-if question.
     """
-    asked = [each for each in scored if each.fails(limits)] or scored
+    indices = [index for index, each in enumerate(scored) if each.fails(limits)] or list(range(len(scored)))
+    asked = [scored[index] for index in indices]
     structure = (*facts.structure, *(finding for each in asked for finding in each.findings))
     found = attribute(
         [each.trajectory for each in asked],
-        replace(facts, structure=structure),
+        replace(facts, structure=structure, inputs=None if facts.inputs is None else facts.inputs.of(indices)),
         rescorer,
         limits,
         max_tokens=max_tokens,

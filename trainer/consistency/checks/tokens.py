@@ -44,6 +44,27 @@ def is_later(trajectory: Trajectory) -> NDArray[np.bool_]:
     return later
 
 
+def num_given(trajectory: Trajectory) -> int:
+    """Tokens before the first sampled one: the prompt."""
+    return int(trajectory.sampled.argmax())
+
+
+def behind_other_prompt(trajectory: Trajectory, prompt: NDArray[np.int32]) -> Trajectory:
+    """The same from the first sampled token on, behind `prompt` [P]; without routing, which was that of the other
+    prompt."""
+    first = num_given(trajectory)
+    shift = prompt.size - first
+    given = np.zeros(prompt.size, dtype=np.float32)
+    return replace(
+        trajectory,
+        token_ids=np.concatenate([prompt, trajectory.token_ids[first:]]),
+        sampled=np.concatenate([given > 0, trajectory.sampled[first:]]),
+        rollout_logprobs=np.concatenate([given, trajectory.rollout_logprobs[first:]]),
+        version_spans=tuple(VersionSpan(s.policy, s.start + shift, s.end + shift) for s in trajectory.version_spans),
+        routing=None,
+    )
+
+
 def other_prefixes(trajectories: Sequence[Trajectory], through_text: ThroughText) -> list[OtherPrefix]:
     """Every later turn whose prefix comes back from text as other ids."""
     found: list[OtherPrefix] = []

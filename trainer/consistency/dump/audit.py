@@ -7,28 +7,33 @@ Owns that order. It must never know a file, a column or how a report looks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.tokenization.files import read_tokenizer_files
 from rollout.tokenization.tokenizer import load_tokenizer
 from trainer.config.consistency import GapLimits
-from trainer.consistency.attribution.inquiry import AttributionFacts
+from trainer.consistency.attribution.engine_inputs import padded_widths
+from trainer.consistency.attribution.inquiry import AttributionFacts, InputFacts
 from trainer.consistency.attribution.scored import Scored, attribute_worst, gap_of, is_out_of_bounds
+from trainer.consistency.attribution.semantics import usual_sampling
 from trainer.consistency.checks.gap import check_gap, default_limits
 from trainer.consistency.checks.mismatch import mismatch_metrics
 from trainer.consistency.checks.routing import merge_agreements
+from trainer.consistency.checks.tokens import num_given
 from trainer.consistency.dump.cells import RowFinding
 from trainer.consistency.dump.columns import SAMPLING, DumpSettings
 from trainer.consistency.dump.reader import DumpReader, DumpRow, ModelShape, without_versions
 from trainer.consistency.dump.report import AuditCounts, DumpReport
-from trainer.consistency.dump.shift import check_shift
+from trainer.consistency.dump.shift import LoggedRow, check_places
 from trainer.consistency.dump.versions import PublishedVersions
 from trainer.consistency.scoring.protocols import RoutingRescorer, ScoreOptions
 from trainer.model.model_dir import ModelFacts, check_model_dir
-from trainer.types.evidence import CheckFinding
+from trainer.types.evidence import Attribution, Check, CheckFinding, GapCause
 
 MAX_VERSIONS = 4
 """Weight versions in memory besides version 0."""
@@ -36,10 +41,18 @@ BATCH_TOKENS = 16384
 """Rows x longest row of one forward pass, and tokens of one what-if question."""
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once."""
+SOME_ROWS = 0.2
+"""Failing rows up to this share of all are named as such: the fault is theirs, not the dump's."""
+_NAMED_ROWS = 16
 
 
 class DumpScorer(RoutingRescorer, Protocol):
-    """A rescorer that says why it could not."""
+    """A rescorer that says why it could not, and how much it has done."""
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that it was asked for so far."""
+        ...
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -61,20 +74,31 @@ class DumpAudit:
     ) -> None:
         """Audit with one model, or with `published` versions."""
         self._scorer, self._settings, self._limits, self._published = scorer, settings, limits, published
+        self._model = model
         self.reader = DumpReader(settings, model, published)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that were scored so far, those of what-if questions included."""
+        return self._scorer.scored_tokens
 
     def audit(self, rows: Sequence[DumpRow]) -> DumpReport:
         """The report on rows of `reader`, in their order."""
         sound = [row for row in rows if row.trajectory is not None]
         scored, unscored = self._score(sound)
         counted = [each for each in scored if each.mask.any()]
-        gap, shifted = gap_of(scored), check_shift(*_columns(counted)) if counted else ()
+        gap = gap_of(scored)
         findings = (*check_gap(gap, self._limits, None), *self._one_model_for_several(rows))
-        attribution, attributed = None, 0
-        if is_out_of_bounds(gap, findings, self._limits, None) or any(each.fails(self._limits) for each in scored):
-            findings = (*findings, *shifted)
-            facts = AttributionFacts(structure=shifted)
+        attribution, attributed, placed = None, 0, dict[int, CheckFinding]()
+        failing = [number for number, each in enumerate(scored) if each.mask.any() and each.fails(self._limits)]
+        if is_out_of_bounds(gap, findings, self._limits, None) or failing:
+            logged = {number: _logged(sound[number], each) for number, each in enumerate(scored) if each.mask.any()}
+            placed = check_places(
+                [logged[number] for number in failing] or list(logged.values()), list(logged.values())
+            )
+            facts = replace(self._facts(counted), structure=tuple(placed.values())[:1])
             attribution, attributed = attribute_worst(counted, facts, self._scorer, self._limits, BATCH_TOKENS)
+            findings = (*findings, *_some_rows(attribution, [sound[number].number for number in failing], len(counted)))
         routings = [each.routing for each in scored if each.routing is not None]
         return DumpReport(
             counts=_counts(rows, counted),
@@ -85,7 +109,11 @@ class DumpAudit:
                 *(
                     self._placed(row, finding)
                     for row, each, open_questions in zip(sound, scored, unscored, strict=True)
-                    for finding in (*(each.check_gap(self._limits) if each.mask.any() else ()), *open_questions)
+                    for finding in (
+                        *(each.check_gap(self._limits) if each.mask.any() else ()),
+                        *open_questions,
+                        *((placed[row.number],) if row.number in placed else ()),
+                    )
                 ),
             ),
             findings=findings,
@@ -107,6 +135,17 @@ class DumpAudit:
             for trajectory, row, routing in zip(trajectories, scores, routings, strict=True)
         ]
         return scored, [_unscored(each, self._scorer.unknown) for each in scored]
+
+    def _facts(self, scored: Sequence[Scored]) -> AttributionFacts:
+        """What is known beside the log-probs: an engine of another framework may have read other prompts."""
+        prompts = [num_given(each.trajectory) for each in scored]
+        inputs = InputFacts(
+            pad_ids=self._model.pad_ids,
+            bos_id=self._model.bos_id,
+            max_context=self._model.max_context,
+            widths=padded_widths(prompts),
+        )
+        return AttributionFacts(inputs=inputs, usual=self._model.usual)
 
     def _one_model_for_several(self, rows: Sequence[DumpRow]) -> tuple[CheckFinding, ...]:
         """Without published weights, a dump of several versions was measured against one model: then the gap holds
@@ -152,7 +191,7 @@ def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings
     from trainer.model.policy_model import refuse_a_foreign_head
 
     facts: ModelFacts = check_model_dir(model_dir)
-    bos_id = load_tokenizer(model_dir).bos_id
+    tokenizer = load_tokenizer(model_dir)
     published = None if weights_dir is None else PublishedVersions(weights_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
@@ -164,10 +203,34 @@ def open_audit(model_dir: Path, weights_dir: Path | None, settings: DumpSettings
         settings,
         default_limits(settings.engine_dtype, "none", facts.is_moe, deterministic=False),
         ModelShape(
-            vocab_size=facts.vocab_size, max_context=facts.max_context, bos_id=bos_id, routing=scorer.routing_cell
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
+            bos_id=tokenizer.bos_id,
+            routing=scorer.routing_cell,
+            pad_ids=tokenizer.pad_ids,
+            usual=usual_sampling(read_tokenizer_files(model_dir).sampling),
         ),
         published=published,
     )
+
+
+def _logged(row: DumpRow, scored: Scored) -> LoggedRow:
+    return LoggedRow(
+        number=row.number, scores=scored.scores, logged=scored.trajectory.rollout_logprobs, mask=scored.mask
+    )
+
+
+def _some_rows(attribution: Attribution | None, failing: Sequence[int], scored: int) -> tuple[CheckFinding, ...]:
+    """A finding where the gap that nothing explains is one of a few rows: what is wrong is wrong with them."""
+    few = 0 < len(failing) <= SOME_ROWS * scored
+    if attribution is None or attribution.first is not GapCause.UNKNOWN or not few:
+        return ()
+    named = ", ".join(map(str, failing[:_NAMED_ROWS])) + (", ..." if len(failing) > _NAMED_ROWS else "")
+    detail = (
+        f"got {len(failing)} of {scored} rows with a gap that no cause explains (rows {named}); the others agree with "
+        "the model. Look at how these rows came about: another model, other ids, or log-probs of something else"
+    )
+    return (CheckFinding.failure(Check.EVIDENCE, "gap_in_some_rows", detail),)
 
 
 def _unscored(scored: Scored, unknown: Mapping[str, str]) -> tuple[CheckFinding, ...]:

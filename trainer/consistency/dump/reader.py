@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import EngineTag, FinishReason, LogprobSemantics, Timings, Trajectory, VersionSpan
+from trainer.consistency.attribution.inquiry import UsualSampling
 from trainer.consistency.checks.structure import Nats, check_structure
 from trainer.consistency.checks.tokens import sampled_runs
 from trainer.consistency.checks.versions import check_versions
@@ -46,6 +47,10 @@ class ModelShape:
     bos_id: int | None
     routing: tuple[int, int] | None
     """(blocks with experts, experts a token); None for a dense model."""
+    pad_ids: tuple[int, ...] = ()
+    """Ids that prompts of this model may be padded with."""
+    usual: tuple[UsualSampling, ...] = ()
+    """How the model's files say that it is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

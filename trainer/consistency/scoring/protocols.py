@@ -24,14 +24,23 @@ class ScoreOptions:
     """Whether the tag's top_p and top_k take part in the distribution; False is after temperature only."""
     top_p: float | None = None
     """A nucleus that the tag does not declare; None takes the tag's."""
+    top_k: int | None = None
+    """A number of likeliest tokens that the tag does not declare, 0 for all; None takes the tag's."""
+    token: Literal["sampled", "likeliest"] = "sampled"
+    """Whose log-prob: `likeliest` is the best of the vocabulary at each position."""
     dtype: Literal["trainer", "float32", "bfloat16", "float16"] = "trainer"
     """Compute dtype of the forward pass."""
+    round_logits: bool = False
+    """Whether logits are rounded to the compute dtype, as where an engine's head computes in it."""
     weights_dtype: Literal["as_published", "float8_e4m3"] = "as_published"
     """`float8_e4m3`: matrices rounded to the fp8 grid, one scale a tensor."""
     replay_routing: bool = False
     """Take the experts of the trajectory's routing trace where it is covered."""
     keep_kv: bool = False
     """At a version boundary, later tokens attend to the keys and values that the older weights wrote."""
+    jumps: tuple[tuple[int, int], ...] = ()
+    """(first input, number) a trajectory: positions that its inputs from there on are further behind, as where they
+    count pads that nothing attends to. Empty: none jumps."""
 
 
 class Rescorer(Protocol):

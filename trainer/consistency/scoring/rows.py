@@ -30,7 +30,8 @@ class Sampler:
         """What `options` ask for a trajectory of `tag`."""
         temperature = tag.temperature if options.temperature is None else options.temperature
         top_p = tag.top_p if options.top_p is None else options.top_p
-        return cls(temperature, top_p, tag.top_k) if options.truncate else cls(temperature)
+        top_k = tag.top_k if options.top_k is None else options.top_k
+        return cls(temperature, top_p, top_k) if options.truncate else cls(temperature)
 
     @property
     def truncates(self) -> bool:

@@ -23,6 +23,7 @@ from rollout.errors import UserError
 from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.scoring.engine_head import likeliest_tokens, rounded_logprobs
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
 from trainer.consistency.scoring.moments import token_moments
 from trainer.consistency.scoring.protocols import ScoreOptions
@@ -234,17 +235,33 @@ class Scorer:
             self._tensor(array) for array in (batch.token_ids, batch.positions, batch.targets)
         )
         with torch.inference_mode(), self._listening(batch), self._routing(batch, options):
-            chosen, weight = self._model.chosen_states(token_ids, positions, cache), self._model.head_weight()
-            head, temperature, chunk = (chosen, weight, targets), sampler.temperature, self._model.chunk_tokens
-            support = batch_support(batch, sampler, listed=options.top_p is None)
+            chosen = self._model.chosen_states(token_ids, positions, cache, self._position_ids(batch, options))
+            weight, temperature, chunk = self._model.head_weight(), sampler.temperature, self._model.chunk_tokens
+            if options.token == "likeliest":
+                targets = likeliest_tokens(chosen, weight, chunk)
+            head = (chosen, weight, targets)
+            support = batch_support(batch, sampler, listed=options.top_p is None and options.top_k is None)
             moments = None if self._moments is None else token_moments(*head, sampler, chunk)
-            if moments is None or (support is not None and support.listed.ids.size):
+            if options.round_logits and support is None:
+                logprobs = rounded_logprobs(*head, temperature, chunk)
+            elif moments is None or (support is not None and support.listed.ids.size):
                 logprobs, _ = chunked_logprobs(*head, temperature, chunk, support)
             else:
                 logprobs = moments[0]
             if self._moments is not None and moments is not None:
                 _write(self._moments, batch, moments.cpu().numpy())
         return logprobs.cpu().numpy()
+
+    def _position_ids(self, batch: ScoreBatch, options: ScoreOptions) -> Tensor | None:
+        """[B, T] where tokens stand, padding behind their end included; None where none jumps."""
+        if not options.jumps:
+            return None
+        position_ids = np.zeros(batch.token_ids.shape, dtype=np.int64)
+        for line, row in zip(position_ids, batch.rows, strict=True):
+            first, number = options.jumps[row.index]
+            inputs = np.arange(row.start, row.end)
+            line[: row.length] = inputs + np.where(inputs >= first, number, 0)
+        return self._tensor(position_ids)
 
     @property
     def routing_cell(self) -> tuple[int, int] | None:

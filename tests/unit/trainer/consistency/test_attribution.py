@@ -41,7 +41,7 @@ def test_three_times_the_baseline_is_worth_asking_below_the_ceiling():
 
 def test_scores_that_are_there_already_are_not_asked_for_again():
     rescorer = TableRescorer({AS_LOGGED: 0.2})
-    one = trajectory()
+    one = trajectory((V[2], 8))
     behaviour = rescorer.score([one], AS_LOGGED)
     rescorer.asked.clear()
     assert attribute([one], AttributionFacts(), rescorer, LIMITS, behaviour=behaviour) is not None
@@ -155,14 +155,22 @@ def test_an_option_that_closes_next_to_nothing_is_not_kept():
     assert parts(found) == {GapCause.PRECISION: 0.18}
 
 
-def test_questions_come_in_the_order_of_the_causes_and_at_most_eleven():
+def test_questions_come_in_the_order_of_the_causes_and_their_number_is_bounded():
     crossing = trajectory((V[3], 4), (V[4], 4), routing=(2, 2), weights_dtype="bfloat16", temperature=0.7, top_p=0.9)
     rescorer = TableRescorer({AS_LOGGED: [0.01] * 4 + [0.3] * 4})
     found = ask(rescorer, crossing)
     offsets = [ScoreOptions(version_offset=offset) for offset in (-1, 1, -2, 2)]
     fp8 = ScoreOptions(dtype="bfloat16", weights_dtype="float8_e4m3")
-    formats = [ScoreOptions(dtype="bfloat16"), ScoreOptions(dtype="float32"), fp8]
-    assert rescorer.asked == [AS_LOGGED, UNCUT, RAW_UNCUT, *offsets, ROUTED, *formats, ScoreOptions(keep_kv=True)]
+    declared = [ScoreOptions(dtype="bfloat16"), ScoreOptions(dtype="bfloat16", round_logits=True)]
+    undeclared = [ScoreOptions(dtype="float16"), ScoreOptions(dtype="float16", round_logits=True)]
+    formats = [*declared, ScoreOptions(dtype="float32"), fp8, *undeclared]
+    estimates = [ScoreOptions(temperature=0.7 / 0.8), UNCUT]
+    one_version = [AS_LOGGED, AS_LOGGED]
+    assert rescorer.asked == [
+        *(AS_LOGGED, UNCUT, RAW_UNCUT),
+        *(*estimates, *offsets, *one_version, ROUTED),
+        *(*formats, ScoreOptions(keep_kv=True)),
+    ]
     assert found.parts == () and found.first is GapCause.UNKNOWN
 
 
@@ -197,23 +205,6 @@ def test_trajectories_of_two_replicas_are_two_inquiries():
         attribute([trajectory(), trajectory(replica=1)], AttributionFacts(), TableRescorer({AS_LOGGED: 0.2}), LIMITS)
     with pytest.raises(ValueError, match="expected some"):
         attribute([], AttributionFacts(), TableRescorer({AS_LOGGED: 0.2}), LIMITS)
-
-
-@pytest.mark.parametrize("top_p", [0.95, 0.9, 0.8, 0.99])
-def test_an_engine_that_truncates_without_saying_so_logs_another_distribution(top_p: float):
-    found = ask(
-        TableRescorer({AS_LOGGED: -0.1, ScoreOptions(top_p=top_p): -0.01, ScoreOptions(dtype="bfloat16"): -0.02})
-    )
-    assert parts(found) == {GapCause.LOGPROB_SEMANTICS: 0.09}
-
-
-@pytest.mark.parametrize(("gap", "tag"), [(-0.1, {"top_p": 0.9}), (0.1, {})])
-def test_neither_a_declared_truncation_nor_tokens_logged_as_less_likely_ask_about_an_undeclared_one(
-    gap: float, tag: dict[str, Any]
-):
-    rescorer = TableRescorer({AS_LOGGED: gap})
-    ask(rescorer, trajectory(**tag))
-    assert not any(options.top_p for options in rescorer.asked)
 
 
 def test_other_semantics_of_some_spans_do_not_drown_in_those_that_are_as_declared():
