@@ -128,7 +128,9 @@ def _attribution(attribution: Attribution, rows: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "gap": attribution.gap,
-        "parts": [{"cause": cause, "nats": nats} for cause, nats in attribution.parts],
+        "parts": [
+            {"cause": cause, "nats": nats, "reading": reading} for cause, nats, reading in attribution.read_parts
+        ],
         "residual": attribution.residual,
         "first": attribution.first,
         "explained": attribution.explained,

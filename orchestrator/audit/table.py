@@ -87,7 +87,8 @@ def _attribution(attribution: Mapping[str, Any]) -> Iterator[str]:
     gap = attribution["gap"]
     yield f"attribution of {gap:.3g} nats a token, over {attribution['rows']} rows:"
     for part in attribution["parts"] if gap > 0 else ():
-        yield f"  {part['cause']}: {part['nats']:.3g} nats ({part['nats'] / gap:.0%})"
+        reading = f": {part['reading']}" if part["reading"] else ""
+        yield f"  {part['cause']}: {part['nats']:.3g} nats ({part['nats'] / gap:.0%}){reading}"
     yield f"  unexplained: {attribution['residual']:.3g} nats"
 
 

@@ -30,8 +30,10 @@ def show_evidence(evidence: TrajectoryEvidence) -> None:
 
 def attribution_text(attribution: Attribution) -> str:
     """One line: the gap, its parts in nats, and the residual."""
-    parts = ", ".join(f"{cause} {nats:.3g}" for cause, nats in attribution.parts) or "nothing"
+    parts = ", ".join(
+        f"{cause} {nats:.3g}{f' ({reading})' if reading else ''}" for cause, nats, reading in attribution.read_parts
+    )
     return (
-        f"gap of its replica {attribution.gap:.3g} nats a token, explained by {parts}; residual "
+        f"gap of its replica {attribution.gap:.3g} nats a token, explained by {parts or 'nothing'}; residual "
         f"{attribution.residual:.3g}"
     )

@@ -135,6 +135,7 @@ class GapWatch(Observer):
             explained=0.0 if gap.attribution is None else gap.attribution.explained,
             codes=",".join(dict.fromkeys(finding.code for finding in gap.findings)),
             detail=failed[0].detail if failed else "",
+            reading="" if gap.attribution is None else "; ".join(filter(None, gap.attribution.readings)),
             **({} if gap.attribution is None else _parts(gap.attribution)),
         )
         if cause is GapCause.WEIGHT_SYNC and failed:
