@@ -2,7 +2,8 @@
 
 `gate`: scored tokens a second against a plain forward pass of the same model on the same rows, in one process, in
 interleaved pairs. `audit`: CPU seconds a step of trainer and engine with a tenth of the groups audited against none, in
-interleaved pairs of runs.
+interleaved pairs of runs. `causes`: whether `concord audit` names the right cause of faults that are planted in dumps
+of two small models, and stays silent about sound dumps of every layout; what that costs in scored tokens.
 """
 
 import statistics
@@ -129,6 +130,17 @@ def audit(pairs: int, steps: int) -> dict[str, Any]:
     return {"pairs": pairs, **means, "cpu_s_per_step": seconds}
 
 
+def causes(seed: int) -> dict[str, Any]:
+    """Every planted fault and every sound dump of each architecture, 50 rows each."""
+    import torch
+    from harness.dump_audits import table
+    from harness.dump_engine import ARCHITECTURES
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return {architecture: table(Path(folder), architecture, seed, 50) for architecture in ARCHITECTURES}
+
+
 def main() -> None:
     arguments = parser(str(__doc__))
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved pairs of each comparison")
@@ -138,9 +150,11 @@ def main() -> None:
         default=200,
         help="steps of each run of `audit`; its second half counts, when the service has long started",
     )
-    arguments.add_argument("--only", choices=("gate", "audit"), default=None)
+    arguments.add_argument("--only", choices=("gate", "audit", "causes"), default=None)
+    arguments.add_argument("--seed", type=int, default=0, help="of the models and dumps of `causes`")
     chosen = arguments.parse_args()
     parts = {"gate": lambda: gate(chosen.pairs), "audit": lambda: audit(chosen.pairs, chosen.steps)}
+    parts |= {"causes": lambda: causes(chosen.seed)}
     report({name: part() for name, part in parts.items() if chosen.only in (None, name)}, chosen)
 
 
