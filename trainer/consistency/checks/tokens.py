@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.types.supports import TokenSupports
 from rollout.types.trajectory import Trajectory, VersionSpan
 
 ThroughText = Callable[[NDArray[np.int32]], NDArray[np.int32]]
@@ -62,6 +63,7 @@ def behind_other_prompt(trajectory: Trajectory, prompt: NDArray[np.int32]) -> Tr
         rollout_logprobs=np.concatenate([given, trajectory.rollout_logprobs[first:]]),
         version_spans=tuple(VersionSpan(s.policy, s.start + shift, s.end + shift) for s in trajectory.version_spans),
         routing=None,
+        supports=_moved(trajectory.supports, prompt.size, first, trajectory.token_ids.size),
     )
 
 
@@ -105,4 +107,14 @@ def _behind(trajectory: Trajectory, prefix: NDArray[np.int32], start: int, end: 
         version_spans=spans,
         turns=1,
         routing=None,
+        supports=_moved(trajectory.supports, prefix.size, start, end),
     )
+
+
+def _moved(supports: TokenSupports | None, num_given: int, start: int, end: int) -> TokenSupports | None:
+    """Those of the tokens [start, end), behind so many given ones."""
+    if supports is None:
+        return None
+    kept = supports.cut(start, end)
+    counts = np.concatenate([np.zeros(num_given, dtype=np.uint8), kept.counts])
+    return TokenSupports(counts=counts, ids=kept.ids)
