@@ -21,7 +21,7 @@ NUMBERS = (
         "skipped",
         "batch_wait_s",
     ),
-    *("last_step_s", "side_file_failures", "evaluation_tokens", "evaluation_s"),
+    *("last_step_s", "last_step_age_s", "started_s", "side_file_failures", "evaluation_tokens", "evaluation_s"),
 )
 
 
