@@ -4,6 +4,7 @@ the models that it serves."""
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from support.builders import build_trajectory
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -22,11 +24,16 @@ from transformers import (
 
 from rollout.config import SamplingConfig, VllmConfig
 from rollout.engines.vllm.engine import VllmEngine
+from rollout.episodes.sample import GrowingSample
 from rollout.published.digests import manifest_digest
 from rollout.published.manifest import digest_directory
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.types.trajectory import Trajectory
 from rollout.types.weights import Canary, PolicyVersion, Transport, WeightManifest
+from trainer.consistency.scoring.held_versions import HeldVersions
+from trainer.consistency.scoring.protocols import ScoreOptions
+from trainer.consistency.scoring.scorer import Scorer
 
 T = TypeVar("T")
 VOCAB = 48
@@ -140,6 +147,36 @@ def gap(
         differences.append(np.abs(expected - chunk.logprobs))
         position += chunk.token_ids.size
     return float(np.concatenate(differences).mean())
+
+
+def trajectories_of(request: GenerationRequest, chunks: Sequence[TokenChunk]) -> list[Trajectory]:
+    """The samples of a request, one span each, under a tag that declares the request's sampling."""
+    trajectories: list[Trajectory] = []
+    for index in range(request.num_samples):
+        sample = GrowingSample(request.prompt_ids)
+        own = [chunk for chunk in chunks if chunk.sample_index == index]
+        for chunk in own:
+            sample.add(chunk, request, 0)
+        params, num_sampled = request.sampling, sample.length - request.prompt_ids.size
+        one = build_trajectory(prompt_tokens=request.prompt_ids.size, spans=((own[0].policy, num_sampled),))
+        cut = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        trajectories.append(
+            replace(
+                one,
+                token_ids=sample.token_ids(),
+                rollout_logprobs=sample.logprobs(),
+                supports=sample.supports(),
+                tag=replace(one.tag, lists_supports=True, **cut),
+            )
+        )
+    return trajectories
+
+
+def scores_of(directory: Path, trajectory: Trajectory) -> NDArray[np.float32]:
+    """[T] by the consistency service's scorer, under the weights of a directory."""
+    cpu = torch.device("cpu")
+    versions = HeldVersions(directory, directory, "float32", 64, max_versions=1, device=cpu)
+    return Scorer(versions, 1000).score([trajectory], ScoreOptions())[0]
 
 
 class VllmRoom:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import VllmConfig
+from rollout.engines.vllm.requests import MOST_LOGPROBS
 from rollout.errors import ConcordError, EngineError, UserError
 from rollout.published.digests import json_digest
 from rollout.types.engine_identity import EngineIdentity
@@ -100,6 +101,7 @@ def engine_arguments(model: str, config: VllmConfig, identity: EngineIdentity, *
         "scheduler_cls": SCHEDULERS[on_cpu],
         "async_scheduling": not on_cpu,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MOST_LOGPROBS,
         "scheduling_policy": "priority",
         "enable_prefix_caching": not on_cpu and config.kv_across_versions == "recompute",
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -15,17 +15,21 @@ from numpy.typing import NDArray
 from rollout.engines.serving.requests import NOTHING, check_ids, cut, tokens_left
 from rollout.engines.vllm.routing import trace_of
 from rollout.errors import EngineError
-from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from rollout.types.supports import SUPPORT_LIMIT, TokenSupports
 from rollout.types.trajectory import FinishReason, RoutingTrace
 from rollout.types.weights import PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import TokensInput
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 Policies = Mapping[str, PolicyVersion]
 """Every policy that an engine has served, by label."""
+MOST_LOGPROBS = SUPPORT_LIMIT + 1
+"""Likeliest tokens of a draw that are ever asked for: one more than are listed, to see where they end."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -37,7 +41,7 @@ class Part:
     """vLLM's request id."""
     first_sample: int
     prompt: "TokensInput"
-    params: "SamplingParams"
+    params: "VllmSamplingParams"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +68,15 @@ def parts_of(request: GenerationRequest, produced: NDArray[np.int32], limits: Li
     room = tokens_left(request, produced.size, limits.context_tokens)
     prompt = tokens_input(ids.tolist())
     if not request.seeds:
-        return [Part(request.request_id, 0, prompt, _params(request, room, request.num_samples, None))]
+        params = _params(request, room, request.num_samples, None, limits.vocab_size)
+        return [Part(request.request_id, 0, prompt, params)]
     return [
-        Part(f"{request.request_id}#{index}", index, prompt, _params(request, room, 1, seed))
+        Part(f"{request.request_id}#{index}", index, prompt, _params(request, room, 1, seed, limits.vocab_size))
         for index, seed in enumerate(request.seeds)
     ]
 
 
-def scoring_params() -> "SamplingParams":
+def scoring_params() -> "VllmSamplingParams":
     """Raw log-probs of a prompt: vLLM takes them before temperature and truncation in every mode."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -110,7 +115,8 @@ def chunks_of(
     for completion in output.outputs:
         rows = len(part.prompt["prompt_token_ids"]) + len(completion.token_ids) - 1
         routing = trace_of(completion.routed_experts, rows, layers) if layers else None
-        chunks += _chunks(request_id, part.first_sample + completion.index, completion, policies, now, routing)
+        sample, width = part.first_sample + completion.index, part.params.logprobs or 0
+        chunks += _chunks(request_id, sample, completion, policies, now, routing, width)
     return chunks
 
 
@@ -128,6 +134,7 @@ def _chunks(
     policies: Policies,
     now: PolicyVersion,
     routing: RoutingTrace | None,
+    width: int,
 ) -> list[TokenChunk]:
     what = f"request {request_id}, sample {sample}"
     finish = _FINISH.get(completion.finish_reason or "")
@@ -136,13 +143,25 @@ def _chunks(
             f"{what}: vLLM ended it with reason {completion.finish_reason!r}; expected one of {', '.join(_FINISH)}"
         )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = _flat_logprobs(completion, what)
-    if logprobs.size != token_ids.size:
+    answered = _flat_logprobs(completion, what)
+    logprobs = np.asarray(answered.logprobs, dtype=np.float32)
+    if logprobs.size != token_ids.size * (1 + width):
         raise EngineError(
-            f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected one each"
+            f"{what}: vLLM answered {token_ids.size} tokens with {logprobs.size} log-probs; expected {1 + width} each"
         )
+    logprobs = logprobs.reshape(-1, 1 + width)
+    supports = _supports(answered, logprobs) if width else None
     starts = _starts(completion, token_ids.size, policies, what) or [(now, 0)]
-    return cut(request_id, sample, token_ids, logprobs, starts, finish, routing)
+    return cut(request_id, sample, token_ids, logprobs[:, 0].copy(), starts, finish, routing, supports)
+
+
+def _supports(answered: "FlatLogprobs", logprobs: NDArray[np.float32]) -> TokenSupports:
+    """What each draw kept. vLLM answers with the token and then with the likeliest ones, [n, 1 + width] in all, -inf
+    where they are out of reach; where even the last of them is in reach there may be more, and none is listed."""
+    kept = logprobs[:, 1:] > -np.inf
+    kept[kept.all(axis=1)] = False
+    ids = np.asarray(answered.token_ids, dtype=np.int32).reshape(logprobs.shape)[:, 1:]
+    return TokenSupports(counts=kept.sum(axis=1).astype(np.uint8), ids=ids[kept])
 
 
 def _starts(
@@ -173,23 +192,32 @@ def _starts(
     return starts
 
 
-def _flat_logprobs(completion: "CompletionOutput", what: str) -> NDArray[np.float32]:
+def _flat_logprobs(completion: "CompletionOutput", what: str) -> "FlatLogprobs":
     from vllm.logprobs import FlatLogprobs
 
     if completion.logprobs is None and not completion.token_ids:
-        return np.zeros(0, dtype=np.float32)
+        return FlatLogprobs()
     if not isinstance(completion.logprobs, FlatLogprobs):
         raise EngineError(
             f"{what}: vLLM answered log-probs of type {type(completion.logprobs).__name__}; expected FlatLogprobs"
         )
-    return np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    return completion.logprobs
 
 
-def _params(request: GenerationRequest, room: int, num_samples: int, seed: int | None) -> "SamplingParams":
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+def _width(sampling: SamplingParams, vocab_size: int) -> int:
+    """Likeliest tokens of each draw that are asked for: one more than can be kept, or than are listed; 0 where every
+    token is in reach."""
+    return min(sampling.top_k or SUPPORT_LIMIT, SUPPORT_LIMIT, vocab_size - 1) + 1 if sampling.truncates else 0
+
+
+def _params(
+    request: GenerationRequest, room: int, num_samples: int, seed: int | None, vocab_size: int
+) -> "VllmSamplingParams":
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     sampling = request.sampling
-    return SamplingParams(
+    return VllmSamplingParams(
         n=num_samples,
         seed=seed,
         max_tokens=room,
@@ -198,7 +226,7 @@ def _params(request: GenerationRequest, room: int, num_samples: int, seed: int |
         top_k=sampling.top_k,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=None if sampling.ignore_eos else list(request.eos_ids),
-        logprobs=0,
+        logprobs=_width(sampling, vocab_size),
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -3,8 +3,9 @@ stopped."""
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,7 +23,9 @@ from support.vllm_room import (
     forward,
     gap,
     save_model,
+    scores_of,
     tokens_of,
+    trajectories_of,
 )
 
 from rollout.config import VllmConfig
@@ -111,6 +114,19 @@ def test_logprobs_are_of_the_distribution_that_was_sampled_from(served: Served):
         ask("forced", PROMPT, sampling=SamplingParams(max_new_tokens=4, top_k=1, ignore_eos=True))
     )
     assert np.all(single[0].logprobs == 0.0)  # the only token left has probability 1
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.8, "top_k": 9, "temperature": 0.7}])
+def test_what_a_truncated_draw_kept_comes_back_and_the_scorer_agrees(served: Served, cut: dict[str, Any]):
+    served.room.run(served.update(V0))
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True, **cut)
+    request = ask("cut-" + "-".join(cut), PROMPT, num_samples=4, sampling=sampling)
+    for trajectory in trajectories_of(request, served.room.collect(request)):
+        assert trajectory.supports is not None
+        counts = trajectory.supports.counts[trajectory.sampled]
+        assert set(counts.tolist()) == {5} if cut == {"top_k": 5} else len(set(counts.tolist())) > 1
+        for one in (trajectory, replace(trajectory, supports=None)):
+            assert np.abs(scores_of(served.models[V0], one) - one.rollout_logprobs).mean() <= EXACT_NATS
 
 
 def test_a_stop_token_ends_a_sample_and_belongs_to_it(served: Served):
