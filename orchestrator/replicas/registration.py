@@ -101,6 +101,11 @@ def _check_declared(who: str, expected: Expectation, tag: EngineTag) -> None:
             f"logprob_semantics: got {str(tag.logprob_semantics)!r}, expected 'processed' (sampling at temperature "
             f"{sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k} is from another distribution)"
         )
+    if tag.truncates and not tag.lists_supports:
+        wrong.append(
+            "lists_supports: got False, expected True (which tokens a truncated draw kept is part of the policy: an "
+            "engine that cannot say so serves with sampling.top_p = 1 and sampling.top_k = 0 only)"
+        )
     if wrong:
         raise RegistrationError(
             f"{who} declares what this run does not ask for ({'; '.join(wrong)}), so its log-probs would belong to "

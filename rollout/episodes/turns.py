@@ -94,6 +94,12 @@ class Episode:
 
     def _trajectory(self, index: int, sample: GrowingSample) -> Trajectory:
         assert sample.finish_reason is not None, "run() has seen every sample end"
+        supports = sample.supports()
+        if supports is None and self._settings.sampling.truncates and self._tag.lists_supports:
+            raise BadAnswer(
+                f"sample {index} came without the tokens that its draws kept; expected them with every chunk: the tag "
+                "of the replica says that it lists them"
+            )
         return Trajectory(
             trajectory_id=f"{self._dispatch.dispatch_id}-{index}",
             dispatch_id=self._dispatch.dispatch_id,
@@ -108,7 +114,7 @@ class Episode:
             finish_reason=sample.finish_reason,
             timings=Timings(started_at_s=self._started_at_s, generation_s=sample.ended_at_s - self._started_s),
             routing=sample.routing(),
-            supports=sample.supports(),
+            supports=supports,
         )
 
     def _shared_prompt(self) -> NDArray[np.int32]:

@@ -129,10 +129,19 @@ def test_log_probs_must_belong_to_the_distribution_that_was_sampled_from(
 ) -> None:
     assert semantics_fit(semantics, SamplingConfig(**sampling)) is fits
     if fits:
-        check(expectation(**sampling), logprob_semantics=semantics, **sampling)
+        check(expectation(**sampling), logprob_semantics=semantics, lists_supports=True, **sampling)
         return
     with pytest.raises(RegistrationError, match=f"logprob_semantics: got '{semantics}', expected 'processed'"):
         check(expectation(**sampling), logprob_semantics=semantics, **sampling)
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}])
+def test_an_engine_that_cannot_say_what_a_draw_kept_gets_no_truncated_work(sampling: dict[str, Any]) -> None:
+    check(expectation(**sampling), lists_supports=True, **sampling)
+    with pytest.raises(
+        RegistrationError, match=r"lists_supports: got False.*sampling\.top_p = 1 and sampling\.top_k = 0"
+    ):
+        check(expectation(**sampling), **sampling)
 
 
 def test_other_weights_and_another_model_are_refused() -> None:

@@ -15,7 +15,7 @@ from rollout.episodes.sampling_keys import sampling_key
 from rollout.types.dispatch import FailReason
 from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
 from rollout.types.supports import listed_supports
-from rollout.types.trajectory import FinishReason, TrajectoryGroup, VersionSpan
+from rollout.types.trajectory import EngineTag, FinishReason, TrajectoryGroup, VersionSpan
 from rollout.types.weights import PolicyVersion
 
 LATER = PolicyVersion(1, 7)
@@ -36,6 +36,7 @@ async def start(
     envs: list[TalkingEnv],
     settings: EpisodeSettings = SETTINGS,
     judge: RecordingJudge | None = None,
+    tag: EngineTag | None = None,
 ) -> TrajectoryGroup:
     dispatch = build_dispatch(group_size=len(envs))
     async with asyncio.timeout(20):
@@ -44,7 +45,7 @@ async def start(
             engine=engine,
             envs=envs,
             score=judge or RecordingJudge(),
-            tag=build_tag(),
+            tag=tag or build_tag(),
             tokenizer=TOKENIZER,
             settings=settings,
         )
@@ -55,8 +56,9 @@ def run(
     envs: list[TalkingEnv],
     settings: EpisodeSettings = SETTINGS,
     judge: RecordingJudge | None = None,
+    tag: EngineTag | None = None,
 ) -> TrajectoryGroup:
-    return asyncio.run(start(engine, envs, settings, judge))
+    return asyncio.run(start(engine, envs, settings, judge, tag))
 
 
 def test_each_sample_goes_on_alone_with_exactly_the_ids_that_it_holds():
@@ -209,6 +211,16 @@ def test_what_each_turn_kept_of_its_draws_stands_at_its_tokens():
     assert trajectory.sampled.tolist() == [False, False, True, True, False, False, False, True, True]
     assert trajectory.supports.counts.tolist() == [0, 0, 2, 1, 0, 0, 0, 0, 2]
     assert trajectory.supports.ids.tolist() == [9, 3, EOS, 4, EOS]
+
+
+def test_an_engine_that_lists_what_its_draws_kept_leaves_nothing_out():
+    cut = replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_k=2))
+    tag, envs = replace(build_tag(), lists_supports=True), [TalkingEnv([])]
+    with pytest.raises(EpisodeFailure, match="sample 0 came without the tokens that its draws kept") as caught:
+        run(ToldEngine(counting), envs, cut, tag=tag)
+    assert caught.value.reason is FailReason.ENGINE
+    run(ToldEngine(counting), [TalkingEnv([])], cut)  # its tag promises nothing
+    run(ToldEngine(counting), [TalkingEnv([])], tag=tag)  # nothing was cut
 
 
 def test_a_turn_that_kept_everything_lists_nothing():
