@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from support.builders import build_dispatch, build_group, build_stored
 
-from rollout.types.trajectory import StoredGroups, TrajectoryGroup
+from rollout.types.supports import listed_supports
+from rollout.types.trajectory import StoredGroups, Trajectory, TrajectoryGroup
 from rollout.types.weights import PolicyVersion
 
 VOCABULARY = 24
@@ -73,9 +75,15 @@ def write_model(directory: Path, seed: int = 0, moe: bool = False, **changes: ob
 
 
 def stored(
-    seed: int = 0, lengths: Sequence[int] = (3, 11, 6), group_size: int = 3, old_logprob: float | None = None
+    seed: int = 0,
+    lengths: Sequence[int] = (3, 11, 6),
+    group_size: int = 3,
+    old_logprob: float | None = None,
+    *,
+    truncated: bool = False,
 ) -> StoredGroups:
-    """One encoded group a length, all with an odd number of samples; `old_logprob` replaces every rollout log-prob."""
+    """One encoded group a length, all with an odd number of samples; `old_logprob` replaces every rollout log-prob.
+    With `truncated` they are drawn under top-p, and every second one lists what each draw kept."""
     rng = np.random.default_rng(seed)
     groups: list[TrajectoryGroup] = []
     for number, length in enumerate(lengths):
@@ -92,8 +100,19 @@ def stored(
         if old_logprob is not None:
             for trajectory in group.trajectories:
                 trajectory.rollout_logprobs[trajectory.sampled] = old_logprob
+        if truncated:
+            group = replace(group, trajectories=tuple(map(_truncated, group.trajectories, range(group_size))))
         groups.append(group)
     return build_stored(groups)
+
+
+def _truncated(trajectory: Trajectory, index: int) -> Trajectory:
+    tag, tokens = replace(trajectory.tag, top_p=0.8), trajectory.token_ids.tolist()
+    kept = [
+        [token, (token + 5) % VOCABULARY] if here else []
+        for token, here in zip(tokens, trajectory.sampled, strict=True)
+    ]
+    return replace(trajectory, tag=tag, supports=listed_supports(kept) if index % 2 else None)
 
 
 def _work_and_leave(work: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:

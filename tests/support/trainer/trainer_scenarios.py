@@ -41,8 +41,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "micro_batch_tokens": SMALL,
         },
     ),
+    "truncated": (
+        "dense",
+        {
+            "algorithm": RlooConfig(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01),
+            "logprob_chunk_tokens": 7,
+            "micro_batch_tokens": SMALL,
+        },
+    ),
 }
-"""Name -> (model directory below the folder, trainer config)."""
+"""Name -> (model directory below the folder, trainer config); the groups of `truncated` are."""
 
 
 def build(
@@ -69,9 +77,10 @@ def build(
     )
 
 
-def step(trainer: PolicyTrainer, number: int) -> StepReport:
+def step(trainer: PolicyTrainer, number: int, *, truncated: bool = False) -> StepReport:
     """Optimizer step `number` (from 1) on a seeded batch."""
-    return trainer.step(stored(seed=number), StepRequest(policy=PolicyVersion(1, number), oldest_version=0))
+    groups = stored(seed=number, truncated=truncated)
+    return trainer.step(groups, StepRequest(policy=PolicyVersion(1, number), oldest_version=0))
 
 
 def tensors(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -83,7 +92,7 @@ def run_case(rank: int, world: int, folder: Path, name: str) -> None:
     """Three steps; then weights `NAME-wWORLD` and reports `NAME-wWORLD.json`."""
     model, config = CASES[name]
     trainer = build(folder, name, rank, world, model, config)
-    reports = [step(trainer, number) for number in (1, 2, 3)]
+    reports = [step(trainer, number, truncated=name == "truncated") for number in (1, 2, 3)]
     trainer.publish(PolicyVersion(1, 3), folder / f"{name}-w{world}")
     trainer.close()
     if rank == 0:
