@@ -16,7 +16,7 @@ from orchestrator.doctor.rules import (
     runs,
     system,
 )
-from orchestrator.metrics.causes import DISAGREEMENT, RANK, Cause
+from orchestrator.metrics.causes import DISAGREEMENT, FAILING, NOT_LEARNING, RANK, Cause, Learning
 from orchestrator.run_dir.record import Record
 
 Rule = Callable[[Record], Finding | None]
@@ -127,6 +127,15 @@ class Diagnosis:
     def primary(self) -> Finding | None:
         """What to look at first; None where nothing is worse than `info`."""
         return self.findings[0] if self.findings and self.findings[0].severity is not Severity.INFO else None
+
+    @property
+    def learning(self) -> Learning:
+        """Whether the run learns, as far as the findings say."""
+        for finding in self.findings:
+            hopeless = finding.cause in FAILING and finding.severity is Severity.CRITICAL
+            if hopeless or (finding.cause in NOT_LEARNING and finding.severity is not Severity.INFO):
+                return Learning.NOT_LEARNING
+        return Learning.SOLVED if any(f.cause is Cause.SOLVED for f in self.findings) else Learning.OPEN
 
     def worst_rank(self, layer: int) -> int:
         """`Severity.rank` of the worst finding of a layer; 0 without any."""

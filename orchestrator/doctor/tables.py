@@ -28,6 +28,7 @@ def as_json(run: str, diagnosis: Diagnosis, partial: Sequence[str]) -> str:
             "steps": diagnosis.steps,
             "last_step": diagnosis.last_step,
             "partial": list(partial),
+            "learning": diagnosis.learning.value,
             "primary": None if primary is None else primary.cause.value,
             "diagnosis_layer": 0 if primary is None else primary.layer,
             "severity": None if primary is None else primary.severity.value,

@@ -15,6 +15,7 @@ from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.evaluations import lines
 from orchestrator.doctor.findings import Finding
 from orchestrator.metrics.blocks import BlockValue
+from orchestrator.metrics.causes import Learning
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.system import NO_CAUSE, PRIMARY_CAUSES
 from orchestrator.observers import Observer
@@ -86,12 +87,14 @@ class LiveDoctor(Observer):
             return {}
         primary = None if self.diagnosis is None else self.diagnosis.primary
         cause = NO_CAUSE if primary is None else primary.cause.value
+        learning = Learning.OPEN if self.diagnosis is None else self.diagnosis.learning
         return {
             "concord_diagnosis": {
                 (str(layer),): 0.0 if self.diagnosis is None else float(self.diagnosis.worst_rank(layer))
                 for layer in LAYERS
             },
             "concord_diagnosis_primary": {(each,): float(each == cause) for each in PRIMARY_CAUSES},
+            "concord_learning_state": {(each.value,): float(each is learning) for each in Learning},
         }
 
     def event_recorded(self, kind: str, fields: EventFields) -> None:

@@ -127,6 +127,33 @@ class Cause(StrEnum):
     """The driver is gone and did not say why: it was killed, or its machine is gone."""
 
 
+class Learning(StrEnum):
+    """What the doctor's findings come to, for whoever asks whether a run learns."""
+
+    OPEN = "open"
+    """It learns, or nobody can say yet."""
+    SOLVED = "solved"
+    """Most groups are solved: little is left to learn."""
+    NOT_LEARNING = "not_learning"
+    """The reward does not rise although it could, is lost, or nothing is trained at all."""
+
+
+NOT_LEARNING: frozenset[Cause] = frozenset(
+    (
+        *(Cause.NOTHING_LEARNED, Cause.POLICY_STILL, Cause.REWARD_FALLS, Cause.POLICY_COLLAPSE, Cause.NO_STEP),
+        *(Cause.HARD_PROMPTS, Cause.WRONG_DIFFICULTY, Cause.FLAT_REWARD, Cause.GROUPS_ALIKE, Cause.GRADIENT_COLLAPSE),
+    )
+)
+"""Causes under which a run does not learn, where they are worse than `info`."""
+FAILING: frozenset[Cause] = frozenset(
+    (
+        *(Cause.ENVIRONMENT_FAILURES, Cause.REWARD_FAILURES, Cause.ENGINE_FAILURES, Cause.REWARD_WORKER),
+        *(Cause.WORKER_LOST, Cause.EPISODE_DEADLINE),
+    )
+)
+"""Causes for which dispatches fail: where nearly all do (`critical`), nothing is trained."""
+
+
 FIRST_OF_LAYER: tuple[tuple[Cause, int], ...] = (
     (Cause.EVALUATION_CHANGED, 1),
     (Cause.POLICY_COLLAPSE, 2),

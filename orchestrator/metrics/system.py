@@ -1,7 +1,7 @@
 """Signals of layer 4 about the loop itself: work, queues, time, processes. A part of the catalogue in
 `orchestrator.metrics.catalogue`."""
 
-from orchestrator.metrics.causes import Cause
+from orchestrator.metrics.causes import Cause, Learning
 from orchestrator.metrics.consistency import REPLICA, by_replica
 from orchestrator.metrics.layers import LAYERS
 from orchestrator.metrics.types import (
@@ -132,6 +132,13 @@ class System(CatalogueSection, layer=4):
     )
     """1 for the cause of the doctor's primary finding, which is none where nothing is worse than info; 0 for every
     other cause."""
+    learning_state = gauge(
+        "bool",
+        lambda now: now.diagnosis.get("concord_learning_state", {}),
+        Label(name="state", values=tuple(map(str, Learning))),
+    )
+    """1 for what the doctor's findings come to: solved (most groups are, little is left to learn), not_learning (the
+    reward does not rise although it could, is lost, or nothing is trained), open (it learns, or nobody can say yet)."""
     dispatched_groups = counter("groups", lambda now: single(now.counts.total - now.opening.total))
     """Dispatches recorded."""
     trained_groups = counter("groups", lambda now: single(_trained(now.counts) - _trained(now.opening)))

@@ -8,7 +8,7 @@ from support.loop.concord_process import START_S, STEP_S, ConcordProcess, write_
 from support.loop.run_record import assert_counts_add_up, summary_of
 
 Start = Callable[..., ConcordProcess]
-pytestmark = pytest.mark.timeout(2 * (START_S + STEP_S))
+pytestmark = pytest.mark.timeout(3 * (START_S + STEP_S))
 REWARD = """
 def reward(prompt, completion, trajectory):
     return {}["score"]
@@ -28,6 +28,7 @@ def test_a_reward_that_raises_on_every_sample_ends_the_run_by_its_limit_with_its
         *(part for setting in settings for part in ("--set", setting)),
         environment={"PYTHONPATH": str(module)},
     )
+    process.until_said("groups fail")
     assert process.exit_status() == 1, process.errors
     place = f"{module}/graded.py:3 in reward"
     assert "(episodes.max_failures_in_a_row is 12)" in process.errors

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from support.loop.doctor_runs import healthy
+from support.loop.doctor_scenarios import prompts_are_hard
 
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from orchestrator.doctor.findings import Severity
@@ -84,6 +85,14 @@ def test_few_failures_of_a_healthy_run_are_no_finding():
         dispatched=dispatched, came_back=dispatched - 20, failed={"engine": 2, "reward_raised": 2}, version=120
     )
     assert diagnose(run.record()).primary is None
+
+
+def test_solved_is_told_apart_from_not_learning_and_both_from_what_nobody_can_say_yet():
+    failing = without_steps(dispatched=100, failed={"engine": 91}, in_a_row=91)
+    hard = healthy(0)
+    prompts_are_hard(hard)
+    found = [failing, diagnose(hard.record()), diagnose(healthy(0).record()), diagnose(healthy(0, 12).record())]
+    assert [one.learning.value for one in found] == ["not_learning", "not_learning", "solved", "open"]
 
 
 @pytest.mark.parametrize("how", [How.FINISHED, How.STOPPED, How.INTERRUPTED])

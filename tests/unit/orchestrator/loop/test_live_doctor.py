@@ -13,6 +13,7 @@ from orchestrator.loop.live_doctor import EVERY_STEPS, FIRST_ROWS, MAX_EVENTS, M
 from orchestrator.metrics.causes import Cause
 from orchestrator.metrics.snapshot import Snapshot
 from orchestrator.metrics.system import NO_CAUSE
+from orchestrator.run_dir.history import History
 from rollout.types.dispatch import Counts
 from rollout.types.protocols import EventFields
 
@@ -39,6 +40,22 @@ def shown(doctor: LiveDoctor) -> tuple[dict[str, float], list[str]]:
 
 def test_every_layer_is_shown_before_the_first_look():
     assert shown(LiveDoctor(Told().record)) == ({"1": 0.0, "2": 0.0, "3": 0.0, "4": 0.0}, [NO_CAUSE])
+
+
+def test_groups_that_fail_before_any_step_are_diagnosed_at_once():
+    told = Told()
+
+    async def main() -> None:
+        doctor = LiveDoctor(told.record, lambda: History(dispatched=48, failed={"engine": 48}, in_a_row=48))
+        task = asyncio.create_task(doctor.run())
+        doctor.event_recorded("groups_failing", {"failures": 48})
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert doctor.numbers()["concord_learning_state"] == {("open",): 0.0, ("solved",): 0.0, ("not_learning",): 1.0}
+        task.cancel()
+
+    asyncio.run(main())
+    assert [(fields["cause"], fields["severity"]) for _, fields in told.events] == [("engine_failures", "critical")]
 
 
 def test_a_healthy_loop_records_no_diagnosis():

@@ -2,6 +2,8 @@
 anything twice."""
 
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from orchestrator.commands.main import app
 from orchestrator.config import RunConfig
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.metrics.blocks import BlockValue
+from orchestrator.metrics.causes import Cause
 from orchestrator.run_dir.layout import RunDir, create_run_dir
 from orchestrator.run_dir.metrics_writer import BlockRecorder, MetricsRecorder
 from orchestrator.run_dir.reader import RunReader
@@ -266,6 +269,16 @@ def test_a_run_that_has_not_ended_says_when_it_was_last_heard_of(written: Writte
         f"there is no summary.json: the run still goes on, or an error ended it, and its newest event is of {when}"
         in partial
     )
+
+
+def test_a_run_whose_driver_was_killed_is_not_taken_for_one_that_goes_on(written: Written):
+    written.rows(0, 50)
+    gone = {"pid": os.getpid() + 10_000_000, "host": socket.gethostname(), "started_s": 0.0}
+    written.run_dir.driver.write_text(json.dumps(gone))
+    record, partial = RunReader(written.path).read()
+    assert any(one.startswith("the run ended early (lost): process ") for one in partial)
+    primary = diagnose(record).primary
+    assert primary is not None and (primary.cause, primary.since) == (Cause.DRIVER_LOST, 50)
 
 
 def test_columns_of_another_version_are_noted_and_not_guessed(written: Written):
