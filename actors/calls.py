@@ -34,13 +34,8 @@ async def call(ref: "ray.ObjectRef[T]", whom: str) -> T:
 
 
 def creation_error(text: str, whom: str) -> ConcordError:
-    """What the constructor of an actor raised. Ray keeps its traceback only, so it is made again from the traceback's
-    last part.
-
-    Args:
-        text: Ray's message.
-        whom: names the actor.
-    """
+    """What the constructor of an actor raised. Ray keeps its traceback only (`text`), so it is made again from the
+    traceback's last part."""
     types = {f"{error.__module__}.{error.__qualname__}": error for error in _error_types(ConcordError)}
     lines = text.splitlines()
     for index in reversed(range(len(lines))):

@@ -23,10 +23,8 @@ class Tasks:
         """Run `work` beside what runs.
 
         Args:
-            work: what to do.
             failed: takes whatever ended `work` early: a `ConcordError` as it is, any other error as one that begins
                 with `name`, a cancellation that came from what `work` waited for likewise. It must not raise.
-            name: the task's, for errors and stacks.
         """
         self._own(_watched(work, failed, name), work, name)
 

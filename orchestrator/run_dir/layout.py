@@ -49,7 +49,6 @@ class RunDir:
     """Parquet parts, one row a step."""
     block_metrics = _Below("block_metrics")
     """Parquet parts, one row a step, block and signal."""
-    """Where Prometheus finds this run, in the form of its file-based service discovery."""
     gradloc = _Below("gradloc")
     """One file a step whose gradient was searched."""
     histograms = _Below("histograms")

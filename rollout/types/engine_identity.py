@@ -32,16 +32,7 @@ class EngineIdentity:
         quantization: str = "none",
     ) -> EngineTag:
         """The tag of this replica. The KV cache has the dtype of the weights; log-probs are of what was sampled from,
-        and what a truncated draw kept is listed.
-
-        Args:
-            engine: which one.
-            version: the library's.
-            dtype: number format of weights and KV cache.
-            kv_across_versions: what becomes of the KV cache when weights change.
-            weights_digest: digest of the weights that it serves now.
-            quantization: how the weights are quantized.
-        """
+        and what a truncated draw kept is listed. `version` is the library's."""
         return EngineTag(
             engine=engine,
             engine_version=version,

@@ -50,9 +50,6 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint that is complete or absent. Collective.
 
-    Args:
-        search: the gradient search; None where there is none.
-
     Raises:
         UserError: the directory exists or cannot be written.
         ConcordError: another rank failed.

@@ -36,15 +36,8 @@ class ScriptedEngine:
     def __init__(
         self, config: ScriptedConfig, identity: EngineIdentity, clock: Clock | None = None, shortest: int | None = None
     ) -> None:
-        """One replica.
-
-        Args:
-            config: slots, latency and vocabulary.
-            identity: the replica's.
-            clock: the event loop's by default.
-            shortest: samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token;
-                None: all have `max_new_tokens`.
-        """
+        """Samples have `shortest` to `max_new_tokens` tokens, and the shorter ones end with an end token; None: all
+        have `max_new_tokens`."""
         self._config, self._identity = config, identity
         self._clock: Clock = clock or LoopClock()
         self._script = SampleScript(config, identity, shortest)

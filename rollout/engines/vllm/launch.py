@@ -125,8 +125,6 @@ def launch(model: str, config: VllmConfig, identity: EngineIdentity, scratch: Pa
 
     Args:
         model: directory in Hugging Face layout.
-        config: the engine's section.
-        identity: the replica.
         scratch: an existing directory for the core's own error log.
 
     Raises:

@@ -252,7 +252,6 @@ class NcclSender:
         run meanwhile.
 
         Args:
-            rendezvous: the manifest's.
             tensors: names, dtypes and shapes in the order in which they are sent.
             rank: this trainer rank; all ranks iterate (a gather is a collective), rank 0 sends.
             fresh: a new pass over the full tensors, in that order.

@@ -68,7 +68,6 @@ class ConcordWorkerExtension:
         """Load weights that the trainer sends now (nccl) or has exported (ipc); the digest of the bytes that arrived.
 
         Args:
-            location: the manifest's.
             tensors: (name, dtype, shape) in the order of the manifest.
             first_rank: rank of this replica's first worker among the receivers of all replicas, from 0.
         """

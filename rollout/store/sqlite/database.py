@@ -133,11 +133,7 @@ class Database:
 
     @contextmanager
     def transaction(self, doing: str, epoch: int | None = None) -> Generator[Transaction]:
-        """Run the body as one transaction.
-
-        Args:
-            doing: what it does, for error messages.
-            epoch: the caller's trainer epoch; None for calls that carry none.
+        """Run the body as one transaction, of the caller's trainer epoch where the call carries one.
 
         Raises:
             FencedError: `epoch` is not the current one, or another process has opened a newer epoch on this store.

@@ -61,11 +61,7 @@ def num_passes(terms: Terms, table: StepTerms, config: RowsConfig) -> int:
 
 
 def rank_passes(terms: Terms, table: StepTerms, config: RowsConfig, rank: int, own: Sequence[MicroBatch]) -> list[Pass]:
-    """What `rank` runs for these terms, `num_passes` in number.
-
-    Args:
-        own: the rank's micro-batches of the step.
-    """
+    """What `rank` runs for these terms, `num_passes` in number; `own` are its micro-batches of the step."""
     mine = terms[table.rank[terms] == rank]
     chosen = {int(m): np.zeros(own[int(m)].loss_mask.shape, dtype=np.bool_) for m in np.unique(table.micro_batch[mine])}
     for micro_batch, mask in chosen.items():
