@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import signal
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -57,17 +58,31 @@ def _exporter(config: RunConfig) -> contextlib.AbstractContextManager[Exporter |
     return Exporter(config.exporter.host, config.exporter.port) if config.exporter.enabled else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def last_state_scraped(exporter: Exporter | None) -> Generator[None]:
+    """Where an error ends what is inside, whoever scrapes gets the state in which it ended; where somebody stopped it,
+    nobody waits for that."""
+    try:
+        yield
+    except ConcordError as error:
+        if exporter is not None and not isinstance(error, Stopped):
+            exporter.let_last_state_be_scraped()
+        raise
+
+
 def _carry_out(config: RunConfig, run: RunDir, inputs: Inputs, reporter: Reporter, exporter: Exporter | None) -> None:
     """Execute the run, and say at the end what it came to and how to go on with it."""
     go_on = f"go on from the last checkpoint with: concord resume {run.path}"
     try:
-        with contextlib.closing(reporter), open_trackers(config, run, reporter.say) as trackers:
+        with (
+            contextlib.closing(reporter),
+            last_state_scraped(exporter),
+            open_trackers(config, run, reporter.say) as trackers,
+        ):
             summary = execute(config, run, inputs, reporter, Sinks(exporter=exporter, trackers=trackers))
     except (ConcordError, KeyboardInterrupt) as error:
         if not isinstance(error, Stopped | KeyboardInterrupt):
             _report(run, reporter)
-            if exporter is not None:
-                exporter.let_last_state_be_scraped()
         reporter.say(f"ended before step {config.run.steps}; {go_on}")
         raise
     _report(run, reporter)

@@ -4,6 +4,7 @@ training."""
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +17,10 @@ from support.loop.local_fleet import QuietReporter
 from support.servers.scrapes import scrape, series_by_metric, value_of
 from support.servers.served_run import BATCH, GROUP, config_of, drive_served
 
-from orchestrator.exporters.prometheus import Exporter, Text, family_of
+from orchestrator.commands.run import last_state_scraped
+from orchestrator.exporters.prometheus import LAST_STATE_S, Exporter, Text, family_of
 from orchestrator.exporters.prometheus_targets import Targets
+from orchestrator.launch.stop_signals import Stopped
 from orchestrator.metrics.catalogue import DECLARED, sizes_of
 from orchestrator.metrics.consistency import attributed
 from orchestrator.metrics.distributions import Distributions
@@ -290,6 +293,31 @@ def test_the_last_state_is_served_until_two_scrapes_have_taken_it():
             scrape(exporter.url)
         assert waits.result()
         assert not exporter.let_last_state_be_scraped(0.05), "who has scraped before may be gone"
+
+
+def test_an_error_ends_a_command_after_its_last_state_was_scraped_and_a_stop_at_once():
+    """Nobody scrapes the stopped one again, and it ends all the same."""
+    ended = threading.Event()
+
+    def scraped_meanwhile() -> int:
+        times = 0
+        while not ended.is_set():
+            scrape(exporter.url)
+            times += 1
+        return times
+
+    with Exporter("127.0.0.1", 0) as exporter, ThreadPoolExecutor(1) as pool:
+        scrape(exporter.url)
+        begun = time.monotonic()
+        for kind in (Stopped, KeyboardInterrupt):
+            with pytest.raises(kind), last_state_scraped(exporter):
+                raise kind("by hand")
+        assert time.monotonic() - begun < LAST_STATE_S / 2
+        scrapes = pool.submit(scraped_meanwhile)
+        with pytest.raises(UserError), last_state_scraped(exporter):
+            raise UserError("planted by the test")
+        ended.set()
+        assert scrapes.result() >= 2
 
 
 def test_a_run_that_an_error_ends_shows_the_state_in_which_it_ended(tmp_path: Path):
