@@ -30,16 +30,22 @@ def panels_of(file: Path, *, folded: bool = True) -> list[dict[str, Any]]:
     return found
 
 
-def panel_queries(run: str, *, folded: bool = True) -> list[str]:
+def panel_queries(run: str) -> list[str]:
     """Of every panel that shows Concord's own series, each once; what engines, Ray and GPUs measure themselves is not
     there."""
+    asked = [query for file in dashboard_files() for panel in panels_of(file) for query in queries_of(panel, run)]
+    return list(dict.fromkeys(asked))
+
+
+def may_be_empty(panel: dict[str, Any]) -> bool:
+    """It has words for the case that its query finds nothing."""
+    return bool(panel.get("fieldConfig", {}).get("defaults", {}).get("noValue"))
+
+
+def queries_of(panel: dict[str, Any], run: str) -> list[str]:
+    """What one panel asks of Concord's own series."""
     expressions = {rule["record"]: rule["expr"] for rule in rules("recording")}
-    asked = [
-        target["expr"].replace("$__rate_interval", "1m").replace("$run", run).replace("$replica", ".*")
-        for file in dashboard_files()
-        for panel in panels_of(file, folded=folded)
-        for target in panel.get("targets", ())
-        if CONCORD.search(target["expr"])
-    ]
-    whole = [RECORDED.sub(lambda found: f"({expressions[found[1]]})", query) for query in asked]
-    return list(dict.fromkeys(query.replace("$block", ".*") for query in whole))
+    asked = [target["expr"] for target in panel.get("targets", ()) if CONCORD.search(target["expr"])]
+    for variable, value in (("$__rate_interval", "1m"), ("$run", run), ("$replica", ".*"), ("$block", ".*")):
+        asked = [query.replace(variable, value) for query in asked]
+    return [RECORDED.sub(lambda found: f"({expressions[found[1]]})", query) for query in asked]
