@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from rollout.errors import ConcordError, DeadlineError
 
-QUIET_SHARE = 0.25
+QUIET_SHARE = 0.5
 """Share of the limit after which a silence is spoken of."""
 QUIET_STEPS = 3.0
 """A silence that is shorter than so many of the longest step so far is none."""
@@ -28,6 +28,10 @@ class Progress:
         self._longest_s = 0.0
         self._beats = 0
         self._waits: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """From now on steps may come: what took time before was no silence."""
+        self._last = self._clock()
 
     def beat(self) -> None:
         self._longest_s = max(self._longest_s, self.silence_s())

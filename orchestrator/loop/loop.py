@@ -55,6 +55,7 @@ class Loop:
             ConcordError: what ended the run early.
         """
         self._parts.observers.complete()
+        self._progress.begin()
         try:
             async with asyncio.TaskGroup() as group:
                 work = {**self._work(), **(companions or {})}
