@@ -12,7 +12,7 @@ GENERATION_BOUND = 0.7
 """The same, above which it is said even where generation takes most of a group's time, as it mostly does."""
 REWARD_PART = 0.5
 """Part of a group's time that its judgement takes, above which the reward is what is waited for."""
-STORE = 1.0
+STORE = 0.5
 """Seconds of store calls in a second of the run, above which the store is slow: calls are short and few."""
 
 

@@ -22,6 +22,8 @@ FOLLOWS = 0.3
 """An evaluation that rises by this share of the training reward's rise follows it."""
 LEAST_FALL = 0.1
 """Fall of the evaluation that counts."""
+MOST_POINTS = 20
+"""Scores, evenly spaced, that are held against the rewards about them."""
 LEAST_LOSS = 0.2
 """Fall of the evaluation that counts while the training reward only stands."""
 LENGTH_GROWTH = 1.3
@@ -180,9 +182,10 @@ def reward_off_evaluation(record: Record) -> Finding | None:
 def _above_reward(record: Record, line: Line) -> tuple[Values, Values]:
     """By how much scores lie above the training reward of the steps about them, with standard errors."""
     rewards, found = record.column("reward_mean"), list[tuple[float, float]]()
-    for point in line.points:
-        near = rewards[np.abs(record.steps - point.number("version")) <= NEAR_STEPS]
-        near = near[np.isfinite(near)]
+    for point in line.points[:: 1 + len(line.points) // MOST_POINTS]:
+        version = int(point.number("version"))
+        first, last = np.searchsorted(record.steps, (version - NEAR_STEPS, version + NEAR_STEPS + 1)).tolist()
+        near = rewards[first:last][np.isfinite(rewards[first:last])]
         if near.size >= NEAR_STEPS:
             error = max(LEAST_ERROR, point.number("stderr"))
             found.append((point.number("score") - level(near), float(np.hypot(error, near.std() / near.size**0.5))))
