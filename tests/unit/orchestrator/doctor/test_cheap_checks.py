@@ -38,6 +38,10 @@ def test_a_gap_on_tokens_of_the_very_same_weights_is_a_disagreement_and_one_of_o
     run.rows[0]["abs_rollout_difference_mean"] = 0.4
     found = diagnose(run.record()).primary
     assert found is not None and (found.cause, found.since) == (Cause.UNKNOWN_GAP, 1)
+    long_ago = healthy(0, 300)
+    long_ago.set("token_staleness_max", lambda t: 1.0, since=1)
+    long_ago.rows[0]["abs_rollout_difference_mean"] = 0.4
+    assert causes(long_ago) == []
 
 
 def test_a_run_that_waits_for_generation_says_so_as_info_with_the_share():
