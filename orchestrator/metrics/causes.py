@@ -18,8 +18,7 @@ class Cause(StrEnum):
     REWARD_FAILURES = "reward_failures"
     """The reward function raises, times out, or returns no number."""
     REWARD_INVERTED = "reward_inverted"
-    """The evaluation falls while the training reward rises, or falls far while it stands, and no growth of length
-    explains it."""
+    """The training reward rises while the evaluation falls, and no growth of length explains it."""
     LENGTH_REWARD = "length_reward"
     """The reward follows the length of the answer instead of its quality."""
     LENGTH_GROWTH = "length_growth"
@@ -39,7 +38,8 @@ class Cause(StrEnum):
     """Most groups have no difference in reward, some of them solved and many of them not: little is learned from a
     batch."""
     REWARD_DETACHED = "reward_detached"
-    """The training reward rises and the evaluation does not."""
+    """The training reward rises and the evaluation does not, or the evaluation is lost while the training reward
+    stands."""
     REWARD_OFF_EVALUATION = "reward_off_evaluation"
     """Training reward and evaluation judge the same policy differently, from the start: wrong reference answers, a
     noisy judge, or prompts of another difficulty."""

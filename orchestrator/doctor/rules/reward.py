@@ -122,7 +122,8 @@ def _against_evaluation(cause: Cause, both: Comparison, went: str) -> Finding:
 
 def reward_inverted(record: Record) -> Finding | None:
     """Training reward up, evaluation down, length not the reason."""
-    both = _overstated(record) or _evaluation_lost(record)
+    lost = _evaluation_lost(record)
+    both = _overstated(record) or (lost if lost is not None and lost.reward.rises(TIED_ERRORS) else None)
     if both is None or length_reward(record) is not None:
         return None
     if not any(fall.falls(SCORE_ERRORS) and -fall.size >= LEAST_FALL for fall in (both.score, both.ends)):
@@ -131,8 +132,9 @@ def reward_inverted(record: Record) -> Finding | None:
 
 
 def reward_detached(record: Record) -> Finding | None:
-    """Training reward up, evaluation flat, and nothing above says why."""
-    both = _overstated(record)
+    """Training reward up and evaluation flat, or evaluation lost and training reward flat, and nothing above says
+    why."""
+    both = _overstated(record) or _evaluation_lost(record)
     if both is None or length_reward(record) is not None or reward_inverted(record) is not None:
         return None
     return _against_evaluation(Cause.REWARD_DETACHED, both, ", the evaluation went")

@@ -95,12 +95,14 @@ def test_a_reward_that_is_lost_within_the_first_ten_rows_falls_too():
     assert primary is not None and primary.cause is Cause.REWARD_FALLS
 
 
-def test_an_evaluation_that_is_lost_while_the_training_reward_stands_is_an_inverted_reward():
+@pytest.mark.parametrize(("rise", "cause"), [(0.1, Cause.REWARD_INVERTED), (0.0, Cause.REWARD_DETACHED)])
+def test_an_evaluation_that_is_lost_is_a_fault_of_the_reward_where_that_does_not_fall(rise: float, cause: Cause):
     run = healthy(0)
-    steady(run, lambda t: 0.68 + 0.05 * t)
+    steady(run)
+    run.set("reward_mean", lambda t: 0.65 + rise * t + 0.02 * (-1) ** round(119 * t))
     rescore(run, lambda t: max(0.05, 0.6 - 2.0 * t))
     primary = diagnose(run.record()).primary
-    assert primary is not None and (primary.cause, primary.severity) == (Cause.REWARD_INVERTED, Severity.CRITICAL)
+    assert primary is not None and (primary.cause, primary.severity) == (cause, Severity.CRITICAL)
 
 
 def test_few_prompts_that_are_solved_by_heart_are_few_and_not_easy():
