@@ -100,13 +100,14 @@ OF_THE_RUN = frozenset((Cause.NO_STEP, Cause.RUN_FAILED, Cause.DRIVER_LOST))
 CONSEQUENCES = frozenset(
     (
         *(Cause.HARD_PROMPTS, Cause.WRONG_DIFFICULTY, Cause.FLAT_REWARD, Cause.GROUPS_ALIKE),
+        Cause.REWARD_OFF_EVALUATION,
         *(Cause.POLICY_COLLAPSE, Cause.REWARD_FALLS, Cause.ENTROPY_RISES, Cause.NOTHING_LEARNED),
     )
 )
 """What may be the work of something further down that began no later."""
 _EXPLAIN = DISAGREEMENT | {
     *(Cause.NON_FINITE, Cause.GRADIENT_SPIKE, Cause.BLOCK_IMBALANCE, Cause.FROZEN_BLOCK, Cause.POLICY_STILL),
-    *(Cause.REPEATED_SAMPLES, Cause.ANSWERS_CUT),
+    *(Cause.REPEATED_SAMPLES, Cause.ANSWERS_CUT, Cause.REWARD_OFF_EVALUATION),
 }
 """What explains them."""
 

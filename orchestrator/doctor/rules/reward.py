@@ -175,7 +175,7 @@ def reward_off_evaluation(record: Record) -> Finding | None:
     return Finding(
         Cause.REWARD_OFF_EVALUATION,
         Severity.WARN if sampled and held_out else Severity.INFO,
-        max(first, int(record.steps[0])),
+        int(record.steps[0]),
         f"the training reward lies {sizes.mean():.2f} below the evaluation of the same versions, from the start",
         (Evidence("eval_score", first, last, (("mean difference", float(sizes.mean())), ("limit", OFF))),),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 from support.loop.doctor_runs import MadeUpRun, healthy, rescore
-from support.loop.doctor_scenarios import gap_by, gradient_spikes, noisily, nothing_is_learned, steady
+from support.loop.doctor_scenarios import gap_by, gradient_spikes, judged_otherwise, noisily, nothing_is_learned, steady
 
 from orchestrator.doctor.diagnosis import diagnose
 from orchestrator.doctor.findings import Severity
@@ -55,3 +55,13 @@ def test_a_disagreement_stands_before_a_spike_that_came_after_it():
     gradient_spikes(run)
     found = [one.cause for one in diagnose(run.record()).findings if one.severity is not Severity.INFO]
     assert found == [Cause.UNKNOWN_GAP, Cause.GRADIENT_SPIKE]
+
+
+def test_a_reward_that_lies_off_the_evaluation_from_the_start_stands_before_the_difficulty_that_it_feigns():
+    run = healthy(0)
+    judged_otherwise(run)
+    run.set("reward_mean", noisily(lambda t: 0.1, 0.005))
+    run.set("all_wrong_groups", lambda t: 0.7)
+    run.set("zero_variance_groups", lambda t: 0.7)
+    found = [one.cause for one in diagnose(run.record()).findings if one.severity is not Severity.INFO]
+    assert found == [Cause.REWARD_OFF_EVALUATION, Cause.WRONG_DIFFICULTY]

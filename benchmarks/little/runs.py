@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from harness.little_trace import Trace
-from harness.little_trainer import Gradients, little_trainer, local_values
 from harness.tags import bench_tag
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from little.trace import Trace
+from little.trainer import Gradients, little_trainer, local_values
 from orchestrator.dispatch.accounts import step_facts
 from orchestrator.metrics.blocks import block_values
 from orchestrator.metrics.catalogue import COLUMNS, ROW_METRICS

@@ -1,7 +1,7 @@
 """Does the doctor name what was planted, and keep quiet where nothing was? Real training of the tiny model in one
-process (`harness.little_runs`), a table of planted kinds and primary findings.
+process (`little.runs`), a table of planted kinds and primary findings.
 
-Every kind of `little_cases` runs once a seed. `--only "reward flipped"` runs one kind, `--healthy` the healthy runs of
+Every kind of `little.cases` runs once a seed. `--only "reward flipped"` runs one kind, `--healthy` the healthy runs of
 unusual settings as well, `--part 1/4` the first of four shares of the kinds, `--records DIR` keeps what the doctor saw
 and reads it back instead of training where it is there.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.little_cases import HEALTHY, KINDS, LittleCase
-from harness.little_runs import Little
-from harness.little_trace import Trace
 from harness.runs import parser, report
 
+from little.cases import HEALTHY, KINDS, LittleCase
+from little.runs import Little
+from little.trace import Trace
 from orchestrator.doctor.diagnosis import Diagnosis, diagnose
 from trainer.config.trainer import TinyModelConfig
 from trainer.tiny.tiny import build_tiny, default_cache_dir

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from harness.little_runs import Fault, Little, Rewards, Samples, Setting
-from harness.little_trace import Seen, Trace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from little.runs import Fault, Little, Rewards, Samples, Setting
+from little.trace import Seen, Trace
 from orchestrator.metrics.causes import LAYER, Cause
 from orchestrator.run_dir.record import RunEvent
 
@@ -191,7 +191,9 @@ KINDS: Mapping[str, LittleCase] = {
     "rewards of the group before": LittleCase(causes=NOT_LEARNED, fault=Fault(reward=judged(before))),
     "rewards of the sample before": LittleCase(causes=NOT_LEARNED, fault=Fault(reward=judged(shifted))),
     "one reward for all": LittleCase(causes=(Cause.FLAT_REWARD,), fault=Fault(reward=constant(0.5))),
-    "never a reward": LittleCase(causes=(Cause.HARD_PROMPTS,), fault=Fault(reward=constant(0.0))),
+    "never a reward": LittleCase(
+        causes=(Cause.HARD_PROMPTS, Cause.REWARD_OFF_EVALUATION), fault=Fault(reward=constant(0.0))
+    ),
     "always a reward": LittleCase(causes=(Cause.EASY_PROMPTS,), fault=Fault(reward=constant(1.0))),
     "five prompts": LittleCase(causes=(Cause.FEW_PROMPTS,), fault=Fault(prompts=few(5))),
     "twenty prompts": LittleCase(causes=(Cause.FEW_PROMPTS,), fault=Fault(prompts=few(20))),

@@ -1,0 +1,1 @@
+"""Real training of the tiny model in one process, with planted faults."""
