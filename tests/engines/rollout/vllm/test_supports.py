@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.builders import BASE
 
 from rollout.config import SamplingConfig, VllmConfig
@@ -14,6 +15,8 @@ from rollout.engines.vllm.requests import MOST_LOGPROBS, Limits, chunks_of, part
 from rollout.errors import EngineError
 from rollout.types.engine_identity import EngineIdentity
 from rollout.types.generation import GenerationRequest, SamplingParams, TokenChunk
+from trainer.model.logprobs import chunked_logprobs
+from trainer.types.support import Truncation, support_of
 
 OUT = -np.inf
 
@@ -93,3 +96,67 @@ def test_an_answer_with_fewer_log_probs_than_asked_for_is_an_engine_error():
     part, _ = asked(1000, top_k=2)
     with pytest.raises(EngineError, match="answered 2 tokens with 4 log-probs; expected 4 each"):
         answer(part, [[(5, -0.5), (5, -0.5)], [(6, -0.25), (6, -0.25)]])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"), [(5, 1.0, 1.0), (0, 0.7, 1.0), (9, 0.8, 0.7), (200, 1.0, 1.0)]
+)
+def test_what_vllms_own_sampler_answers_is_the_trainers_distribution(top_k: int, top_p: float, temperature: float):
+    """Its sampler and its collector of log-probs, without an engine round them."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    rows, generator = 20, torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(rows, 16, generator=generator), torch.randn(4096, 16, generator=generator)
+    metadata = SamplingMetadata(
+        temperature=torch.full((rows,), temperature),
+        all_greedy=False,
+        all_random=True,
+        top_p=torch.full((rows,), top_p) if top_p < 1 else None,
+        top_k=torch.full((rows,), top_k, dtype=torch.int32) if top_k else None,
+        generators={},
+        max_num_logprobs=MOST_LOGPROBS,  # another request of the batch asks for as many
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(rows),
+        presence_penalties=torch.zeros(rows),
+        repetition_penalties=torch.ones(rows),
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    with torch.compiler.set_stance("force_eager"):
+        drawn = Sampler(logprobs_mode="processed_logprobs")(hidden @ head.t(), metadata)
+    part, width = asked(4096, top_k=top_k, top_p=top_p, temperature=temperature)
+    collector = LogprobsProcessor(
+        tokenizer=None,
+        logprobs=FlatLogprobs(),
+        prompt_logprobs=None,
+        cumulative_logprob=0.0,
+        num_logprobs=width,
+        num_prompt_logprobs=None,
+    )
+    assert drawn.logprobs_tensors is not None
+    collector._update_sample_logprobs(drawn.logprobs_tensors.tolists())
+    tokens = drawn.sampled_token_ids.flatten().long()
+    completion: Any = SimpleNamespace(
+        index=0,
+        finish_reason="length",
+        token_ids=tokens.tolist(),
+        logprobs=collector.logprobs,
+        weight_versions=[SimpleNamespace(version="a", start=0, end=rows)],
+    )
+    output: Any = SimpleNamespace(outputs=[completion])
+    (chunk,) = chunks_of("r", part, output, {"a": BASE}, BASE)
+    assert chunk.supports is not None
+    assert not chunk.supports.without(chunk.token_ids).size
+    assert (chunk.supports.counts == {5: 5, 200: 0}.get(top_k, chunk.supports.counts)).all()
+    for supports in (chunk.supports, None):
+        support = support_of([(Truncation(top_p=top_p, top_k=top_k, supports=supports), np.arange(rows))])
+        ours = chunked_logprobs(hidden, head, tokens, temperature, 7, support)[0]
+        np.testing.assert_allclose(ours.numpy(), chunk.logprobs, rtol=0, atol=1e-5)
