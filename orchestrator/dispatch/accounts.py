@@ -14,7 +14,7 @@ from orchestrator.dispatch.replica_speeds import ReplicaSpeeds
 from orchestrator.metrics.distributions import Distributions
 from orchestrator.observers import Observer, StepFacts
 from rollout.types.dispatch import Dispatch
-from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader
+from rollout.types.trajectory import FinishReason, GroupHeader, TrajectoryHeader, rewards_alike
 from rollout.types.weights import ApplyReport, PolicyVersion
 from trainer.types.step import StepReport, StepRequest
 
@@ -182,7 +182,7 @@ def step_facts(
             t.finish_reason is FinishReason.LENGTH and t.num_sampled < max_new_tokens for t in everyone
         )
         / len(everyone),
-        zero_variance=sum(min(g) == max(g) for g in groups) / len(groups),
+        zero_variance=sum(map(rewards_alike, groups)) / len(groups),
         reward_length_correlation=reward_length_correlation(batch),
         all_correct=sum(min(g) >= 1.0 for g in groups) / len(groups),
         all_wrong=sum(max(g) <= 0.0 for g in groups) / len(groups),

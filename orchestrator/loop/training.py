@@ -199,12 +199,7 @@ class Training:
         )
         book.trained(request.policy.version, len(trained))
         book.recounts(await book.store.acknowledge(commit))
-        await book.end_leased(
-            [
-                _untrained(header.dispatch_id, quarantined=header.dispatch_id in report.quarantined_groups)
-                for header in empty
-            ]
-        )
+        await book.end_leased([_untrained(header.dispatch_id, report) for header in empty])
         book.ring()
 
     async def _checkpointed(self, done: StepDone) -> StepDone:
@@ -219,7 +214,11 @@ class Training:
         self._saved = self.policy
 
 
-def _untrained(dispatch_id: str, *, quarantined: bool) -> Ending:
-    """The end of a group in an applied step that nothing was trained on; its prompt comes again."""
-    reason = RejectReason.QUARANTINED if quarantined else RejectReason.ALL_MASKED
+def _untrained(dispatch_id: str, report: StepReport) -> Ending:
+    """The end of a group in an applied step that nothing was trained on; its prompt comes again, unless the group was
+    sound and had nothing to say."""
+    if dispatch_id in report.dropped_groups:
+        detail = "all of its advantages are 0"
+        return Ending(dispatch_id=dispatch_id, reason=RejectReason.NO_DIFFERENCE, detail=detail, readmit=False)
+    reason = RejectReason.QUARANTINED if dispatch_id in report.quarantined_groups else RejectReason.ALL_MASKED
     return Ending(dispatch_id=dispatch_id, reason=reason, detail="no token of it was left in the loss", readmit=True)

@@ -35,6 +35,8 @@ class RejectReason(StrEnum):
     """It holds tokens that a replica sampled under weights that failed verification."""
     ALL_MASKED = "all_masked"
     """No token of it was left in the loss."""
+    NO_DIFFERENCE = "no_difference"
+    """Its advantages are all 0, and trainer.algorithm.zero_variance_groups = "drop" leaves such groups out."""
     INCONSISTENT = "inconsistent"
     """The consistency service rejected all of its trajectories: other tokens, or log-probs that cannot be repaired."""
     QUARANTINED = "quarantined"

@@ -1,7 +1,7 @@
 """What comes back: version-tagged trajectories and their rewarded groups. Checked once, at construction; never written
 into."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +12,9 @@ from rollout.types.prompts import Prompt
 from rollout.types.supports import TokenSupports
 from rollout.types.weights import PolicyVersion
 from rollout.types.wire import wired
+
+_ROUNDING = 8 * float(np.finfo(np.float64).eps)
+"""Relative: a few additions of a few parts."""
 
 
 class FinishReason(StrEnum):
@@ -157,6 +160,12 @@ class Reward:
     def __post_init__(self) -> None:
         if not np.isfinite(self.total):
             raise ValueError(f"reward is {self.total}; expected a finite number")
+
+
+def rewards_alike(totals: Iterable[float]) -> bool:
+    """Whether no reward differs from another by more than rounding: .1 + .2 and .3 are alike, and one alone is."""
+    values = np.array(list(totals), dtype=np.float64)
+    return not values.size or float(np.ptp(values)) <= _ROUNDING * float(np.abs(values).max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

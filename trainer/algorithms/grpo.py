@@ -3,7 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.types.trajectory import TrajectoryGroup
 from trainer.algorithms.surrogate import ClippedSurrogate
 from trainer.config.trainer import GroupRelativeSection
 
@@ -15,21 +14,13 @@ class Grpo(ClippedSurrogate):
     """
 
     name = "grpo"
+    compares = "it compares samples of one prompt"
 
     def __init__(self, config: GroupRelativeSection) -> None:
         super().__init__(config)
         self._config = config
 
-    def advantages(self, group: TrajectoryGroup) -> NDArray[np.float32]:
-        """[G]; the standard deviation is the sample's (ddof 1).
-
-        Raises:
-            UserError: a group of one has no standard deviation.
-        """
-        rewards = self.rewards(group, "it compares samples of one prompt")
-        if rewards.min() == rewards.max():
-            return np.zeros(rewards.size, dtype=np.float32)  # the rounding of the mean must not be divided by itself
+    def compared(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The standard deviation is the sample's (ddof 1)."""
         centred = rewards - rewards.mean()
-        if not self._config.normalize_std:
-            return centred.astype(np.float32)
-        return (centred / (rewards.std(ddof=1) + self._config.std_epsilon)).astype(np.float32)
+        return centred / (rewards.std(ddof=1) + self._config.std_epsilon) if self._config.normalize_std else centred

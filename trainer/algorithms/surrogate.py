@@ -1,6 +1,7 @@
 """The clipped surrogate that the algorithms share."""
 
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -8,20 +9,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import UserError
-from rollout.types.trajectory import TrajectoryGroup
+from rollout.types.trajectory import TrajectoryGroup, rewards_alike
 from trainer.config.trainer import AlgorithmSection
 from trainer.types.loss_tokens import LossTokens
 
 
-class ClippedSurrogate:
-    """Terms -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); an algorithm adds its advantages, and another
-    ratio where it has one.
+class ClippedSurrogate(ABC):
+    """Terms -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); an algorithm adds how the rewards of a group
+    compare, and another ratio where it has one.
 
     Source: PPO (arXiv 1707.06347, eq. 7); the two bounds apart as in DAPO (arXiv 2503.14476, eq. 10).
     """
 
     name: str
     """Its `type` in the config."""
+    compares: str
+    """What it needs two trajectories for; an error says so."""
     statistics: tuple[str, ...] = ("clip_fraction_low", "clip_fraction_high")
 
     def __init__(self, config: AlgorithmSection) -> None:
@@ -58,15 +61,22 @@ class ClippedSurrogate:
         low, high = self._log_bounds
         return (log_ratio < low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
 
-    def rewards(self, group: TrajectoryGroup, reason: str) -> NDArray[np.float64]:
-        """[G] rewards of a group whose members are compared.
+    def advantages(self, group: TrajectoryGroup) -> NDArray[np.float32]:
+        """[G]; exactly 0 for all where the rewards are alike: what rounding leaves of their difference is no signal.
 
         Raises:
-            UserError: a group of one has nothing to compare, for `reason`.
+            UserError: a group of one has nothing to compare.
         """
         if len(group.rewards) < 2:
             raise UserError(
-                f"got a group of {len(group.rewards)} trajectory with algorithm {self.name}; {reason}: set group_size "
-                "to 2 or more"
+                f"got a group of {len(group.rewards)} trajectory with algorithm {self.name}; {self.compares}: set "
+                "group_size to 2 or more"
             )
-        return np.array([reward.total for reward in group.rewards], dtype=np.float64)
+        rewards = np.array([reward.total for reward in group.rewards], dtype=np.float64)
+        if rewards_alike(rewards):
+            return np.zeros(rewards.size, dtype=np.float32)
+        return self.compared(rewards).astype(np.float32)
+
+    @abstractmethod
+    def compared(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[G] advantages from [G] rewards, two or more, that are not all alike."""

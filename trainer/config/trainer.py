@@ -49,6 +49,14 @@ class AlgorithmSection(Section):
     """The importance ratio is clipped at 1 + this."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: every token of the batch weighs 1/N; sequence_mean: every trajectory 1/S, its tokens alike."""
+    zero_variance_groups: Literal["count", "drop"] = "count"
+    """Groups whose advantages are all 0. count: their tokens are in the denominators, so a step with many of them moves
+    less, as in verl, TRL and Dr. GRPO; drop: they leave the step before anything is counted, KL and entropy terms
+    included, and end as rejected (`no_difference`), as under the dynamic sampling of DAPO."""
+    baseline: Literal["group", "trained"] = "group"
+    """Whose rewards a trajectory is compared with. group: all of its group, those included of which no token is in the
+    loss (rejected, quarantined, stale), as in verl, TRL and DAPO; trained: those with a token in the loss. Where fewer
+    than two are left their advantage is 0."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the frozen version 0; 0 loads no reference. Each token's estimate is also multiplied by its
     importance ratio, bounded as in the loss (docs/user/consistency.md)."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from trainer.algorithms.registry import build_algorithm
-from trainer.batching.batcher import build_batch
+from trainer.batching.batcher import GroupRules, build_batch
 from trainer.batching.packing import pack
 from trainer.checkpointing.saved_steps import SavedStep
 from trainer.config.gradloc import CalibratedTau, GivenTau, GradLocConfig
@@ -103,6 +103,7 @@ class _ReplayModel:
             saved.request.oldest_version,
             config.algorithm.aggregation,
             saved.request.old_logprobs,
+            GroupRules.of(config.algorithm),
         )
         step: StepBatches = pack(self._batch.samples, saved.ranks, config.micro_batch_tokens)
         self._loss: TokenLoss = PolicyLoss(config.algorithm, algorithm, reference, settings.correction)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rollout.errors import UserError
 from rollout.types.trajectory import StoredGroups
 from rollout.types.weights import Canary, PolicyVersion, WeightManifest
-from trainer.batching.batcher import TrainingBatch, build_batch
+from trainer.batching.batcher import GroupRules, TrainingBatch, build_batch
 from trainer.batching.packing import pack
 from trainer.batching.quarantine import groups_with_quarantines, quarantined
 from trainer.batching.repeats import sample_repeats
@@ -82,7 +82,12 @@ class PolicyTrainer:
         audited = audited_groups(groups)
         clock.end("decode")
         batch = build_batch(
-            audited, self._algorithm, request.oldest_version, self._config.algorithm.aggregation, request.old_logprobs
+            audited,
+            self._algorithm,
+            request.oldest_version,
+            self._config.algorithm.aggregation,
+            request.old_logprobs,
+            GroupRules.of(self._config.algorithm),
         )
         packed: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
@@ -259,6 +264,7 @@ def _report(
         ),
         masked_ids=batch.masked_ids | done.removed.keys(),
         zero_variance_groups=batch.zero_variance_groups,
+        dropped_groups=batch.dropped_groups,
         phases_s=tuple(clock.phases),
         skipped=optimizer.skipped,
         gradloc=done.evidence,

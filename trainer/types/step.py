@@ -155,7 +155,9 @@ class StepReport:
     masked_ids: frozenset[str] = field(default=frozenset())
     """Trajectories that lost some tokens, or all, to the staleness mask, a verdict or the gradient search."""
     zero_variance_groups: int = 0
-    """Groups whose rewards are all alike: in the denominators, without a gradient."""
+    """Groups whose advantages are all 0."""
+    dropped_groups: frozenset[str] = field(default=frozenset())
+    """Dispatches of them that were left out of the step (`trainer.algorithm.zero_variance_groups = "drop"`)."""
     sample_repeats: float = 0.0
     """Share of pairs of samples of one group that have the same sampled tokens."""
     sample_repeats_expected: float = 0.0

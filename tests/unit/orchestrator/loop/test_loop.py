@@ -2,6 +2,7 @@
 happens to them."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,6 +267,18 @@ class NonFinite(ScriptedTrainer):
         return replace(report, skipped="non-finite gradient") if self._bad(self._tries) else report
 
 
+class NothingToLearn(ScriptedTrainer):
+    """The first group of every step is left out for having no difference."""
+
+    def step(self, groups: StoredGroups, request: StepRequest) -> StepReport:
+        from dataclasses import replace
+
+        report = super().step(groups, request)
+        first = groups.dispatch_ids[0]
+        kept = frozenset(t for t in report.trained_ids if not t.startswith(first))
+        return replace(report, trained_ids=kept, dropped_groups=frozenset({first}))
+
+
 class OnlySkips(Training):
     """Every step takes 100 s of a clock and is skipped; `silences` has what the stall watch sees at the beginning of
     each."""
@@ -303,6 +316,23 @@ def test_a_non_finite_step_is_skipped_with_an_event_and_training_goes_on(tmp_pat
     assert summary["skipped_steps"] == 1
     assert summary["rejected"]["non_finite"] == 3
     assert '"step_skipped"' in (case.run.path / "events.jsonl").read_text()
+    assert_accounted(summary)
+
+
+def test_a_group_without_a_difference_that_is_left_out_ends_as_such_and_does_not_come_again(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.trainer = NothingToLearn(case.config.trainer)
+    summary = case.drive()
+    assert summary["rejected"]["no_difference"] == summary["version"] == 8
+    lines = [json.loads(line) for line in (case.run.path / "events.jsonl").read_text().splitlines()]
+    left_out = [line["dispatch_id"] for line in lines if line.get("reason") == "no_difference"]
+    assert len(left_out) == 8
+    reader = open_reader(case.run.path)
+    records = [reader.dispatch_record(f"d{number:08d}") for number in range(40)]
+    reader.close()
+    prompts = {r.dispatch.prompt.prompt_id for r in records if r is not None and r.dispatch.dispatch_id in left_out}
+    again = {r.dispatch.prompt.prompt_id for r in records if r is not None and r.dispatch.attempt > 1}
+    assert len(prompts) == 8 and not prompts & again
     assert_accounted(summary)
 
 

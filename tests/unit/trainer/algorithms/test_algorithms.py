@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.errors import UserError
 from trainer.algorithms.registry import build_algorithm
-from trainer.config.trainer import GrpoConfig, RlooConfig
+from trainer.config.trainer import AlgorithmConfig, GrpoConfig, GspoConfig, RlooConfig
 from trainer.loss.kl_estimate import kl_estimate
 from trainer.types.loss_tokens import LossTokens
 
@@ -23,7 +23,7 @@ GROUPS = {
 }
 
 
-def advantages(config: GrpoConfig | RlooConfig, *totals: float) -> NDArray[np.float32]:
+def advantages(config: AlgorithmConfig, *totals: float) -> NDArray[np.float32]:
     return np.asarray(build_algorithm(config).advantages(build_group(rewards=totals)))
 
 
@@ -50,8 +50,27 @@ def test_grpo_advantages_are_the_golden_ones(golden: dict[str, Any], name: str, 
     )
 
 
-def test_alike_rewards_give_zero_even_without_epsilon():
-    assert not advantages(GrpoConfig(std_epsilon=0.0), 0.1, 0.1, 0.1).any()
+ALGORITHMS: tuple[AlgorithmConfig, ...] = (
+    GrpoConfig(std_epsilon=0.0),
+    GrpoConfig(normalize_std=False),
+    RlooConfig(),
+    GspoConfig(std_epsilon=0.0),
+)
+
+
+@pytest.mark.parametrize("config", ALGORITHMS)
+@pytest.mark.parametrize(
+    "rewards", [(0.1,) * 3, (0.7,) * 7, (1 / 3,) * 6, (0.1 + 0.2, 0.3, 0.3), (-0.3, -0.3), (0.0,) * 4]
+)
+def test_alike_rewards_give_exactly_zero(config: AlgorithmConfig, rewards: tuple[float, ...]):
+    """RLOO's others' mean of .7 seven times is .7 less 1e-16: that is no signal."""
+    assert advantages(config, *rewards).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("config", ALGORITHMS)
+def test_a_small_difference_is_one(config: AlgorithmConfig):
+    found = advantages(config, 0.7, 0.7, 0.7 + 1e-9)
+    assert found[2] > 0 > found[0] == found[1]
 
 
 def test_grpo_without_division_only_centres():

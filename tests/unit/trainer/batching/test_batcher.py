@@ -15,10 +15,10 @@ from rollout.types.trajectory import LogprobSemantics, TrajectoryGroup, VersionS
 from rollout.types.weights import PolicyVersion
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.registry import build_algorithm
-from trainer.batching.batcher import TrainingBatch, build_batch
+from trainer.batching.batcher import GroupRules, TrainingBatch, build_batch
 from trainer.batching.packing import pack
 from trainer.batching.quarantine import quarantined
-from trainer.config.trainer import GrpoConfig
+from trainer.config.trainer import AlgorithmConfig, GrpoConfig, GspoConfig, RlooConfig
 from trainer.loss.policy_loss import loss_tokens
 from trainer.types.evidence import AuditedGroup, decode_evidence
 from trainer.types.gradloc import Acted
@@ -95,6 +95,74 @@ def test_groups_of_alike_rewards_stay_in_the_denominator_and_are_counted():
     assert built.zero_variance_groups == 1
     assert [sample.advantages.any() for sample in built.samples[:2]] == [False, False]
     assert built.samples[2].token_weight == 1 / 32
+
+
+def numbers(built: TrainingBatch) -> list[tuple[str, float, list[float], int]]:
+    """What of each sample enters the loss."""
+    return [
+        (s.trajectory_id, s.token_weight, s.advantages.tolist(), int(np.count_nonzero(s.loss_mask)))
+        for s in built.samples
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("config", [GrpoConfig(), RlooConfig(), GspoConfig()], ids=lambda c: c.type)
+def test_groups_without_a_difference_shrink_a_step_unless_they_are_dropped(config: AlgorithmConfig, aggregation: Any):
+    """Public fault 75: with `drop` the step is that of the live groups alone; with `count` it is as much smaller as
+    their share is."""
+    live = [audited(build_group(build_dispatch(n), rewards=(1.0, 0.0, 0.7))) for n in range(2)]
+    flat = [audited(build_group(build_dispatch(n), rewards=(0.7, 0.7, 0.7))) for n in range(2, 8)]
+    mixed, algorithm = [flat[0], live[0], *flat[1:], live[1]], build_algorithm(config)
+    alone = build_batch(live, algorithm, 0, aggregation)
+    dropped = build_batch(
+        mixed,
+        algorithm,
+        0,
+        aggregation,
+        rules=GroupRules.of(config.model_copy(update={"zero_variance_groups": "drop"})),
+    )
+    assert numbers(dropped) == numbers(alone)
+    assert dropped.dropped_groups == {f"d-{n}" for n in range(2, 8)} and not dropped.masked_ids
+    assert (dropped.zero_variance_groups, dropped.num_tokens) == (6, alone.num_tokens)
+    counted = build_batch(mixed, algorithm, 0, aggregation, rules=GroupRules.of(config))
+    shares = [s.token_weight for s in counted.samples if s.advantages.any()]
+    np.testing.assert_allclose(shares, [s.token_weight / 4 for s in alone.samples], rtol=1e-12)
+    assert not counted.dropped_groups
+
+
+def test_a_batch_of_groups_without_a_difference_has_nothing_left_when_they_are_dropped():
+    built = build_batch(
+        [audited(build_group(rewards=(1.0, 1.0)))],
+        build_algorithm(GrpoConfig()),
+        0,
+        "token_mean",
+        rules=GroupRules(drops_zero_variance=True),
+    )
+    assert (built.samples, built.num_tokens, built.dropped_groups) == ((), 0, {"d-0"})
+
+
+@pytest.mark.parametrize("config", [GrpoConfig(), RlooConfig(), GspoConfig()], ids=lambda c: c.type)
+def test_the_baseline_can_be_that_of_the_samples_that_are_trained(config: AlgorithmConfig):
+    """Public fault 76: a rejected sibling no longer shifts the others."""
+    group, pair = build_group(rewards=(1.0, 0.0, 5.0)), build_group(rewards=(1.0, 0.0))
+    rules = GroupRules.of(config.model_copy(update={"baseline": "trained"}))
+    verdicts = (Verdict.ACCEPT, Verdict.ACCEPT, Verdict.REJECT)
+    algorithm = build_algorithm(config)
+    part = build_batch([audited(group, *verdicts)], algorithm, 0, "token_mean", rules=rules)
+    assert numbers(part) == numbers(build_batch([audited(pair)], algorithm, 0, "token_mean"))
+    whole = build_batch([audited(group, *verdicts)], algorithm, 0, "token_mean", rules=GroupRules.of(config))
+    assert numbers(whole) != numbers(part)
+    untouched = build_batch([audited(group)], algorithm, 0, "token_mean", rules=rules)
+    assert numbers(untouched) == numbers(build_batch([audited(group)], algorithm, 0, "token_mean"))
+
+
+def test_a_lone_trained_sample_has_nothing_to_be_compared_with():
+    group = build_group(rewards=(1.0, 0.0, 5.0))
+    verdicts = (Verdict.REJECT, Verdict.ACCEPT, Verdict.QUARANTINE)
+    rules = GroupRules(baseline_of_trained=True)
+    built = build_batch([audited(group, *verdicts)], build_algorithm(GrpoConfig()), 0, "token_mean", rules=rules)
+    assert [(s.trajectory_id, s.advantages.any()) for s in built.samples] == [("d-0/1", False)]
+    assert built.zero_variance_groups == 1
 
 
 @pytest.mark.parametrize("verdict", [Verdict.REJECT, Verdict.QUARANTINE])
