@@ -25,6 +25,8 @@ the mass."""
 ALL_BUT_ROUNDING = 0.98
 """An answer that closes this share ends the search for a better one: a temperature that is not declared may be near
 one that is."""
+FITTED_SHARE = 0.9
+"""A temperature that was fitted must close more than one that somebody declares: it bends to other causes."""
 PROMISE = 0.2
 """The search for a temperature goes on while a straight line through its answers closes this share of the gap."""
 TEMPERATURE_QUESTIONS = 8
@@ -86,7 +88,7 @@ def _temperature(inquiry: Inquiry) -> Answer | None:
     temperature, and all tokens meet their log at the same one."""
     part = inquiry.part(SEARCH_TOKENS)
     best = min(_temperatures(part), key=lambda answer: answer.left, default=None)
-    if best is None or best.options.temperature is None or part.closes(best) < CLOSED_SHARE * part.now.left:
+    if best is None or best.options.temperature is None or part.closes(best) < FITTED_SHARE * part.now.left:
         return None
     declared = sorted({t.tag.temperature for t in inquiry.trajectories})
     found: list[Answer] = []
