@@ -75,12 +75,18 @@ def load_checkpoint(
         UserError: the checkpoint is missing, incomplete, or of another model.
     """
     state = read_state(directory)
-    tensors = _tensors(model, optimizer)
+    whole = _tensors(model, optimizer)
+    # Rates, decay and the like are the config's, so only what was learned is read: which parameters share a group may
+    # differ from when the checkpoint was written.
+    tensors = {"model": whole["model"], "optimizer": {"state": whole["optimizer"]["state"]}}
     cure = "it is damaged or of another model; resume from another one"
     with _foreign_failures(f"cannot load checkpoint {directory} ({cure})"):
         _dcp.load(tensors, checkpoint_id=directory / TENSORS_NAME)
         set_state_dict(
-            model, optimizer.optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+            model,
+            optimizer.optimizers,
+            model_state_dict=tensors["model"],
+            optim_state_dict={**whole["optimizer"], **tensors["optimizer"]},
         )
         random_state = directory / _rng_name(ranks.rank)
         if random_state.is_file():

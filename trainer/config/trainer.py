@@ -263,6 +263,8 @@ class OptimizerConfig(Section):
     """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What `weight_decay` acts on. matrices: not on norms, biases and embeddings (a tied head included)."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger global L2 norm, after `clip`, are scaled down to it."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95

@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 from rollout.errors import ConcordError
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import local_tensor
-
-_torch: Any = torch
-"""For the foreach functions, which torch itself calls private."""
+from trainer.model.tensor_norms import squared_norms
 
 EMBEDDINGS, HEAD, TIED = "embeddings", "head", "embeddings_and_head"
 """Names of what is outside the transformer blocks: before them, behind them (final norm included), or all of it where
@@ -78,11 +76,11 @@ def block_norms(tensors: Sequence[Sequence[Tensor]], device: torch.device) -> tu
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for groups in dict.fromkeys(_shard_groups(tensor) for _, tensor in flat):
         alike = [(block, local_tensor(tensor)) for block, tensor in flat if _shard_groups(tensor) == groups]
-        norms = torch.stack(_torch._foreach_norm([tensor for _, tensor in alike])).double()
+        own = squared_norms([tensor for _, tensor in alike])
         members = Counter(block for block, _ in alike)
-        parts = cast(tuple[Tensor, ...], cast(Any, norms).split([members[block] for block in range(len(tensors))]))
+        parts = cast(tuple[Tensor, ...], cast(Any, own).split([members[block] for block in range(len(tensors))]))
         # No scatter: its order of additions is not fixed on a GPU.
-        sums = torch.stack([part.square().sum() for part in parts])
+        sums = torch.stack([part.sum() for part in parts])
         for group in groups:
             cast(Any, dist).all_reduce(sums, group=group)
         squares[groups] = sums

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollout.errors import UserError
 from trainer.model.ranks import local_tensor
+from trainer.model.tensor_norms import squared_norms
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -44,7 +45,9 @@ def newton_schulz(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix, or the stack of them, with its singular vectors and singular values near 1; computed in `dtype`,
     returned in the dtype of `matrices`."""
-    norms: Tensor = cast(Any, matrices).norm(dim=(-2, -1), keepdim=True)
+    stack = matrices if matrices.ndim == 3 else matrices[None]
+    squares = squared_norms(list(stack.unbind())).to(matrices.device)
+    norms = squares.sqrt().to(matrices.dtype).reshape(*matrices.shape[:-2], 1, 1)
     return newton_schulz((matrices / norms.clamp(min=_EPSILON)).to(dtype)).to(matrices.dtype)
 
 

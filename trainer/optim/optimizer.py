@@ -83,11 +83,13 @@ def build_optimizers(
     Raises:
         UserError: Muon is asked for and no transformer block has a matrix that takes a gradient.
     """
-    muon, adamw = list[nn.Parameter](), list[nn.Parameter]()
+    muon, adamw = list[nn.Parameter](), {True: list[nn.Parameter](), False: list[nn.Parameter]()}
     for block in blocks:
         for parameter in block.parameters:
-            matrix = config.type == "muon" and parameter.ndim > 1 and block.name not in (EMBEDDINGS, HEAD, TIED)
-            (muon if matrix else adamw).append(parameter)
+            if config.type == "muon" and parameter.ndim > 1 and block.name not in (EMBEDDINGS, HEAD, TIED):
+                muon.append(parameter)
+            else:
+                adamw[_decays(block, parameter, config)].append(parameter)
     if config.type == "muon" and not muon:
         raise UserError(
             'got trainer.optimizer.type = "muon" for a model without matrices in its transformer blocks; set it to'
@@ -104,12 +106,20 @@ def build_optimizers(
             "dtype": dtype,
         }
         built.append(Muon(muon, lr=config.learning_rate, **settings))
-    if adamw:
+    groups = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+        for decays, parameters in adamw.items()
+        if parameters
+    ]
+    if groups:
         betas = (config.beta1, config.beta2)
-        built.append(
-            torch.optim.AdamW(adamw, config.learning_rate, betas, config.epsilon, config.weight_decay, fused=True)
-        )
+        built.append(torch.optim.AdamW(groups, config.learning_rate, betas, config.epsilon, fused=True))
     return tuple(built)
+
+
+def _decays(block: Block, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    """Whether weight decay acts on a parameter: on norms, biases and embeddings it only shrinks what sets a scale."""
+    return config.decay == "all" or (parameter.ndim > 1 and block.name not in (EMBEDDINGS, TIED))
 
 
 class PolicyOptimizer:

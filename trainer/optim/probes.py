@@ -23,6 +23,7 @@ from trainer.config.trainer import ProbesConfig
 from trainer.model.blocks import Block, num_replicas
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensors
+from trainer.model.tensor_norms import squared_norms
 from trainer.types.step import MicroBatch
 
 _torch: Any = torch
@@ -142,8 +143,7 @@ class Probes:
                 )
                 _torch._foreach_sub_(before[index], weights[index])
                 for column, tensors in enumerate((before[index], weights[index])):
-                    norms = torch.stack(_torch._foreach_norm(tensors)).double()
-                    self._squares[index, column] += (norms.square() / replicas).sum()
+                    self._squares[index, column] += (squared_norms(tensors) / replicas).sum()
 
     def _activations(self, tokens: float, powers: Tensor) -> Iterator[Probed]:
         elements = tokens * self._width

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.model.ranks import Ranks, local_tensor
+from trainer.model.tensor_norms import squared_norms
 
 LARGEST = float(torch.finfo(torch.float32).max) / 4
 """Bounds stay a little below what float32 holds, for the rounding on the way."""
@@ -105,4 +106,4 @@ def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     loosens the bound."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(cast(Any, torch)._foreach_norm(list(tensors))).double().square().sum()
+    return squared_norms(tensors).sum()

@@ -21,9 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rollout.errors import UserError
 from trainer.model.ranks import Ranks
-
-_torch: Any = torch
-"""For the foreach functions, which torch itself calls private."""
+from trainer.model.tensor_norms import squared_norms
 
 
 class PartNorms:
@@ -59,8 +57,8 @@ class PartNorms:
             yield
             for waiting in self._waiting:
                 self._measure(waiting)  # of units some of whose parameters had no part in this pass
-            norms = torch.stack(self._seen) if self._seen else torch.zeros(1, device=self._ranks.device)
-            self._squares[micro_batch] = norms.double().square().sum()
+            none = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+            self._squares[micro_batch] = torch.cat([none, *self._seen]).sum()
         finally:
             self._seen = None
             for waiting in self._waiting:
@@ -96,5 +94,5 @@ class PartNorms:
 
     def _measure(self, waiting: list[Tensor]) -> None:
         if waiting and self._seen is not None:
-            self._seen += _torch._foreach_norm(waiting, 2, torch.float32)
+            self._seen.append(squared_norms(waiting))
         waiting.clear()

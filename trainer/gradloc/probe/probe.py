@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from trainer.loss.policy_loss import loss_tokens
 from trainer.model.blocks import named_blocks, num_replicas
 from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, local_tensor, reshard
+from trainer.model.tensor_norms import squared_norms
 from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import MicroBatch, OldLogprobSource
 
@@ -145,8 +146,8 @@ class GradientProbe:
             self._run(one)
         self._last = terms
         there = {index: gradient for index, gradient in enumerate(self._now()) if gradient is not None}
-        norms = cast(Any, torch)._foreach_norm(list(there.values()))
-        blocks, total = self._reduced(list(there), norms, float(torch.stack(self._losses).sum()))
+        squares = squared_norms(list(there.values()))
+        blocks, total = self._reduced(list(there), squares, float(torch.stack(self._losses).sum()))
         if terms.size == 1:
             names = (block.name for block in self._blocks)
             self.leaf_blocks[int(terms[0])] = tuple(zip(names, map(math.sqrt, blocks), strict=True))
@@ -157,8 +158,8 @@ class GradientProbe:
         if not self._measured_last(terms):
             self.norm(terms)
         pairs = enumerate(zip(_local(self._aside), self._now(), strict=True))
-        norms = {index: _norm_of_difference(*pair) for index, pair in pairs if any(part is not None for part in pair)}
-        return self._reduced(list(norms), list(norms.values()))[1]
+        found = {index: _squared_difference(*pair) for index, pair in pairs if any(part is not None for part in pair)}
+        return self._reduced(list(found), torch.stack(list(found.values())) if found else torch.zeros(0))[1]
 
     def rest_cost(self, terms: Terms) -> int:
         return 0 if self._measured_last(terms) else self.cost(terms)
@@ -189,17 +190,16 @@ class GradientProbe:
     def _now(self) -> list[Tensor | None]:
         return _local([parameter.grad for parameter in self._parameters])
 
-    def _reduced(self, there: list[int], norms: Sequence[Tensor], loss: float = 0.0) -> tuple[list[float], float]:
-        """Squared norm of each block and norm of all over all ranks, from this rank's norms of some parameters; what is
-        replicated counts once.
+    def _reduced(self, there: list[int], own: Tensor, loss: float = 0.0) -> tuple[list[float], float]:
+        """Squared norm of each block and norm of all over all ranks, from this rank's squared norms of some parameters;
+        what is replicated counts once.
 
         Args:
             loss: this rank's; where the sum is not finite, neither is the norm of all.
         """
         squares = np.zeros(len(self._parameters))
         if there:
-            values = cast(list[float], cast(Any, torch.stack(list(norms)).double()).tolist())
-            squares[there] = np.square(np.array(values))
+            squares[there] = own.cpu().numpy()
         sums = np.bincount(self._block_of, weights=squares / self._replicas, minlength=len(self._blocks))
         *blocks, whole_loss = self._ranks.totals((*sums, loss))
         finite = all(math.isfinite(number) for number in (*blocks, whole_loss))
@@ -211,14 +211,13 @@ def _local(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
 
-def _norm_of_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
+def _squared_difference(one: Tensor | None, other: Tensor | None) -> Tensor:
     """A slice at a time, so that no third copy exists."""
-    linalg = cast(Any, torch.linalg)
     if one is None or other is None:
-        return linalg.vector_norm(one if other is None else other)
+        return squared_norms([part for part in (one, other) if part is not None]).sum()
     mine, theirs = one.reshape(-1), other.reshape(-1)
     slices = [slice(start, start + _SLICE) for start in range(0, mine.numel(), _SLICE)] or [slice(0, 0)]
-    return linalg.vector_norm(torch.stack([linalg.vector_norm(mine[part] - theirs[part]) for part in slices]))
+    return torch.cat([squared_norms([mine[part] - theirs[part]]) for part in slices]).sum()
 
 
 def draws_random_numbers(model: nn.Module) -> bool:

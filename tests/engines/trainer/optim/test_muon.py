@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout.errors import UserError
 from trainer.config.trainer import OptimizerConfig
-from trainer.model.blocks import EMBEDDINGS, HEAD, Block
+from trainer.model.blocks import EMBEDDINGS, HEAD, TIED, Block
 from trainer.model.ranks import Ranks
 from trainer.optim.muon import Muon, newton_schulz, orthogonalised, step_scale
 from trainer.optim.optimizer import PolicyOptimizer, build_optimizers, learning_rate
@@ -101,10 +101,50 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest():
     assert isinstance(muon, Muon)
     assert isinstance(adamw, torch.optim.AdamW)
     assert shapes(muon) == [(4, 4), (2, 4, 3)]
-    assert shapes(adamw) == [(6, 4), (4,), (4,), (6, 4)]
+    assert sorted(shapes(adamw)) == [(4,), (4,), (6, 4), (6, 4)]
     (alone,) = build_optimizers(blocks(), OptimizerConfig(), CPU)
     assert isinstance(alone, torch.optim.AdamW)
     assert len(shapes(alone)) == 6
+
+
+def decays(config: OptimizerConfig, parts: list[Block]) -> dict[int, float]:
+    """Place of each parameter in the model -> its weight decay."""
+    places = {id(p): place for place, p in enumerate(p for block in parts for p in block.parameters)}
+    return {
+        places[id(parameter)]: group["weight_decay"]
+        for optimizer in build_optimizers(parts, config, CPU)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_norms_biases_and_embeddings_do_not_decay_unless_all_is_asked_for(kind: Literal["adamw", "muon"]):
+    """Embedding; matrix, norm and experts of a block; final norm and head."""
+    config = OptimizerConfig(type=kind, weight_decay=0.1)
+    assert decays(config, blocks()) == {0: 0.0, 1: 0.1, 2: 0.0, 3: 0.1, 4: 0.0, 5: 0.1}
+    assert set(decays(config.model_copy(update={"decay": "all"}), blocks()).values()) == {0.1}
+    tied = [Block(name=TIED, parameters=(matrix(6, 4), matrix(4))), blocks()[1]]
+    assert decays(config, tied) == {0: 0.0, 1: 0.0, 2: 0.1, 3: 0.0, 4: 0.1}
+
+
+def test_a_step_without_a_gradient_shrinks_matrices_alone():
+    config = OptimizerConfig(weight_decay=0.1, learning_rate=0.5)
+    parts = [
+        Block(name=EMBEDDINGS, parameters=(matrix(2, 2),)),
+        Block(name="layers.0", parameters=(matrix(2, 2), matrix(2))),
+    ]
+    before = [p.detach().clone() for block in parts for p in block.parameters]
+    for optimizer in build_optimizers(parts, config, CPU):
+        for block in parts:
+            for parameter in block.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    shrunk = [
+        float((p.detach() / old).mean())
+        for p, old in zip((p for b in parts for p in b.parameters), before, strict=True)
+    ]
+    assert shrunk == pytest.approx([1.0, 0.95, 1.0], rel=1e-6)
 
 
 def test_a_model_without_matrices_in_its_blocks_is_refused_for_muon():

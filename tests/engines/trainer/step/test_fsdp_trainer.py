@@ -292,6 +292,27 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path):
     assert unbroken.digest == resumed.digest
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_checkpoint_from_before_parameters_were_grouped_by_decay_continues(tmp_path: Path, kind: str):
+    """All moments find their parameters, and the decay is the config's: an older checkpoint has one group for all."""
+    moving = {"type": kind, "learning_rate": 1e-2, "max_grad_norm": 0.5}
+    with trainer_of(tmp_path, optimizer={**moving, "decay": "all"}) as trainer:
+        scenarios.step(trainer, 1)
+        trainer.save_checkpoint(tmp_path / "c", CheckpointState(policy=PolicyVersion(1, 1), seed=5, weights_digest=""))
+        scenarios.step(trainer, 2)
+        unbroken = trainer.publish(PolicyVersion(1, 2), tmp_path / "unbroken")
+    with trainer_of(tmp_path, optimizer=moving) as trainer:
+        trainer.load_checkpoint(tmp_path / "c")
+        scenarios.step(trainer, 2)
+        resumed = trainer.publish(PolicyVersion(2, 2), tmp_path / "resumed")
+    assert unbroken is not None and resumed is not None
+    assert unbroken.digest == resumed.digest
+    with trainer_of(tmp_path, optimizer={**moving, "weight_decay": 0.3}) as trainer:
+        trainer.load_checkpoint(tmp_path / "c")
+        groups = [group for each in trainer._optimizer.optimizers for group in each.param_groups]
+        assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
     with trainer_of(tmp_path) as trainer:
         trainer.save_checkpoint(tmp_path / "c", CheckpointState(policy=PolicyVersion(1, 1), seed=5, weights_digest=""))
