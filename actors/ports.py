@@ -21,7 +21,7 @@ from rollout.types.generation import PauseMode
 from rollout.types.protocols import EngineLoad, Store
 from rollout.types.trajectory import EngineTag
 from rollout.types.weights import ApplyReport, PolicyVersion, WeightManifest
-from trainer.consistency.service.report import AuditContext, AuditReport
+from trainer.consistency.service.report import AuditContext, AuditReport, StepAudit, StepToAudit
 from trainer.types.step import StepReport, StepRequest
 
 
@@ -135,6 +135,10 @@ class AuditorPort(Protocol):
     async def audit(self, dispatch_ids: Sequence[str], context: AuditContext, kind: str) -> AuditReport:
         """Score stored groups and keep the evidence with them as annotations of `kind`. Groups that have ended
         meanwhile are left out of the answer."""
+        ...
+
+    async def audit_step(self, dispatch_ids: Sequence[str], step: StepToAudit) -> StepAudit | None:
+        """What an applied step did to trajectories of these groups; None where its weights are gone."""
         ...
 
     async def kill(self) -> None:

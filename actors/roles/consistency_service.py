@@ -11,7 +11,7 @@ from actors.places import Place, here
 from actors.process import enter_process
 from actors.spec import FleetSpec
 from rollout.types.trajectory import Annotation, StoredGroups
-from trainer.consistency.service.report import AuditContext, AuditReport
+from trainer.consistency.service.report import AuditContext, AuditReport, StepAudit, StepToAudit
 
 
 @ray.remote
@@ -31,6 +31,7 @@ class ConsistencyActor:
             engine=spec.engine,
             max_staleness=spec.max_staleness,
             deterministic=spec.deterministic,
+            total_steps=spec.total_steps,
         )
 
     def place(self) -> Place:
@@ -41,6 +42,9 @@ class ConsistencyActor:
     ) -> tuple[AuditReport, tuple[Annotation, ...]]:
         """Two answers: the report for the driver, the evidence for the store."""
         return self._auditor.audit(groups, context, kind)
+
+    def audit_step(self, groups: StoredGroups, step: StepToAudit) -> StepAudit | None:
+        return self._auditor.audit_step(groups, step)
 
 
 class RayAuditor(RayPort):
@@ -55,4 +59,9 @@ class RayAuditor(RayPort):
         report, annotations = self.handle.audit.options(num_returns=2).remote(groups, context, kind)
         answer: AuditReport = await call(report, self.name)
         await call(self._store.call.remote("annotate", annotations), "the store")
+        return answer
+
+    async def audit_step(self, dispatch_ids: Sequence[str], step: StepToAudit) -> StepAudit | None:
+        groups = self._store.call.remote("fetch", dispatch_ids)
+        answer: StepAudit | None = await call(self.handle.audit_step.remote(groups, step), self.name)
         return answer

@@ -75,6 +75,9 @@ SYSTEM = Dashboard(
                     unit="suffix:x",
                 ),
                 lines("Evidence against the sampler", "consistency_sampler_evidence", "consistency_repeat_evidence"),
+                lines("Trainer against service", "consistency_trainer_gap"),
+                lines("Steps against their rewards", "consistency_step_drive", "consistency_update_rates"),
+                lines("Evidence against the steps", "consistency_against_evidence"),
             ),
         ),
         Row(

@@ -197,6 +197,20 @@ ADVICE: Mapping[Cause, Advice] = {
         "holds the policy; then whether the updated weights reach the engines (trainer_version and committed_version).",
         "Do not change reward or prompts: what they teach does not arrive.",
     ),
+    Cause.TRAINER_DISAGREES: _advice(
+        "Read `codes` and `detail` of the `trainer_disagrees` events. `trainer_logprobs`: dropout that is on, an "
+        "attention mask or positions that differ, other kernels or formats. `loss_positions`: a shifted loss mask. "
+        "`advantages`: a sign, a shift, or groups mixed up between reward and loss.",
+        "Compare one trajectory by hand: `concord explain` has its tokens and the service's log-probs.",
+        "Do not tune rewards, clips or the learning rate until trainer and service agree: the gradient is of other "
+        "tokens than were sampled.",
+    ),
+    Cause.UPDATE_DIFFERS: _advice(
+        "Read `codes` and `detail` of the `update_differs` events. `against_rewards`: a sign between loss and "
+        "optimizer. `unmoved`: a frozen or detached block, or weights that are not published. `update_too_large`, "
+        "`update_too_small`: the optimizer does not step with trainer.optimizer.learning_rate.",
+        "Do not read the reward curve as a verdict on the algorithm before the steps do what the config says.",
+    ),
     Cause.TOKENIZER: _advice(
         "Give engine and trainer the same tokenizer files and chat template; `concord explain` shows the ids of one "
         "trajectory.",

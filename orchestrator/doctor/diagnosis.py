@@ -58,6 +58,8 @@ RULES: Mapping[Cause, Rule] = {
     Cause.GRADIENT_COLLAPSE: numerical.gradient_collapse,
     Cause.FROZEN_BLOCK: numerical.frozen_block,
     Cause.POLICY_STILL: learning.policy_still,
+    Cause.TRAINER_DISAGREES: system.trainer_disagrees,
+    Cause.UPDATE_DIFFERS: system.update_differs,
     **{cause: system.disagreement(cause, cause.value) for cause in _GAP_CAUSES},
     Cause.PRECISION: _first_of(system.disagreement(Cause.PRECISION, "precision"), engines.formats_apart),
     Cause.STALE_KV: system.disagreement(Cause.STALE_KV, Cause.STALE_KV.value),

@@ -65,6 +65,10 @@ class AuditQueue(Observer):
         self._ledger.add(policy)
         self._bell.set()
 
+    def ring(self) -> None:
+        """Whoever waits for a group shall look for other work."""
+        self._bell.set()
+
     async def take(self) -> list[GroupHeader]:
         """The oldest groups whose policies the ledger holds, of one incarnation a replica; in `gate` only those that
         may still be trained on. Waits for the first, and may come back with none."""

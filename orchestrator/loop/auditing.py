@@ -14,15 +14,17 @@ from orchestrator.config import DeadlinesConfig
 from orchestrator.dispatch.book import Book
 from orchestrator.loop.audit_queue import AuditQueue
 from orchestrator.loop.gap_watch import GapWatch
+from orchestrator.loop.step_audits import AppliedStep, StepAudits
 from orchestrator.replicas.replicas import Replicas
 from rollout.errors import ConcordError, DeadlineError, ProcessLostError
 from rollout.tasks import within
 from rollout.types.dispatch import Ending, RejectReason
 from rollout.types.trajectory import GroupHeader
+from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.service.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts
 from trainer.types.evidence import ANNOTATION_KIND
-from trainer.types.step import OldLogprobSource, Verdict
+from trainer.types.step import OldLogprobSource, StepReport, StepRequest, Verdict
 
 EVIDENCE_KIND = "evidence"
 """Annotations of mode `audit`: kept for people, never seen by the trainer."""
@@ -77,10 +79,11 @@ class Consistency:
         replicas: Replicas,
         queue: AuditQueue,
         gaps: GapWatch,
+        steps: StepAudits,
     ) -> None:
         self._config, self._deadlines, self._fleet = config, deadlines, fleet
         self._book, self._replicas = book, replicas
-        self.queue, self.gaps = queue, gaps
+        self.queue, self.gaps, self.steps = queue, gaps, steps
         self.sums = AuditSums()
         self.mode = config.mode
         self.gates = config.mode == "gate"
@@ -100,6 +103,13 @@ class Consistency:
             unscored = sum(header.dispatch_id not in self._book.pool.audited for header in batch)
             fields = {"step": version, "unscored_groups": unscored, "groups": len(batch), "old_logprobs": str(source)}
             await self._book.store.record_event("consistency_degraded", {**fields})
+
+    def step_applied(
+        self, batch: Sequence[GroupHeader], before: PolicyVersion, request: StepRequest, report: StepReport
+    ) -> None:
+        """A step was applied to the policy `before`, and its weights are published."""
+        self.steps.applied(batch, before, request, report)
+        self.queue.ring()
 
     async def run(self, index: int) -> None:
         """Audit for ever with service actor `index`, replacing it when it dies; ends by cancellation.
@@ -131,6 +141,8 @@ class Consistency:
 
     async def _audit_next(self, port: AuditorPort) -> ConcordError | None:
         """Audit what waits; answers with what was wrong where the service is lost."""
+        if (applied := self.steps.take()) is not None:
+            return await self._audit_step(port, applied)
         batch = await self.queue.take()
         if not batch:
             return None
@@ -151,6 +163,18 @@ class Consistency:
             await self.gaps.take(gap, incarnations[gap.replica])
         if self.gates:
             await self._let_through(report.groups)
+        return None
+
+    async def _audit_step(self, port: AuditorPort, applied: AppliedStep) -> ConcordError | None:
+        """Look at an applied step; answers with what was wrong where the service is lost."""
+        asked = port.audit_step(applied.dispatch_ids, applied.step)
+        what = f"the consistency service to look at step {applied.step.after.version}"
+        try:
+            found = await within(asked, self._config.deadline_s, "consistency.deadline_s", what)
+        except (ProcessLostError, DeadlineError) as error:
+            await self.steps.found(None)
+            return error
+        await self.steps.found(found)
         return None
 
     def _context(self, batch: Sequence[GroupHeader]) -> AuditContext:

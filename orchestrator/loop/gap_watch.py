@@ -12,8 +12,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.dispatch.book import Book
-from orchestrator.loop.gap_drift import GapDrift
-from orchestrator.loop.sampler_watch import SamplerFault, SamplerWatch
+from orchestrator.loop.audit_trends import GapDrift, SamplerFault, SamplerWatch
 from orchestrator.observers import Observer, ReplicaFailure
 from orchestrator.run_dir.layout import write_atomic
 from orchestrator.weight_sync.lifecycle import ReplicaLifecycle

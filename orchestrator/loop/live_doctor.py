@@ -45,6 +45,8 @@ OF_INTEREST = frozenset(
             "consistency_finding",
             "consistency_drift",
             "consistency_baseline",
+            "trainer_disagrees",
+            "update_differs",
             "sampler_differs",
             "samples_repeat",
             "routing_incomplete",

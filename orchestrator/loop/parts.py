@@ -15,13 +15,14 @@ from orchestrator.dispatch.collection import Collection
 from orchestrator.dispatch.failures import FailureLimits, FailureWatch
 from orchestrator.dispatch.staleness import Gate, Window
 from orchestrator.loop.audit_queue import AuditQueue
+from orchestrator.loop.audit_trends import SamplerWatch
 from orchestrator.loop.auditing import Consistency
 from orchestrator.loop.checkpoints import RunCheckpoints
 from orchestrator.loop.evaluation import Evaluation
 from orchestrator.loop.gap_watch import Baselines, GapWatch
 from orchestrator.loop.live_doctor import LiveDoctor
 from orchestrator.loop.measured_store import MeasuredStore
-from orchestrator.loop.sampler_watch import SamplerWatch
+from orchestrator.loop.step_audits import StepAudits
 from orchestrator.loop.step_log import StepLog
 from orchestrator.loop.supervision import Supervision
 from orchestrator.loop.training import Training
@@ -272,6 +273,7 @@ def _consistency(site: Site, opening: Opening, core: _Core) -> Consistency:
         replicas=site.replicas,
         queue=queue,
         gaps=gaps,
+        steps=StepAudits(core.store, config.consistency.step_audit_trajectories, config.run.seed),
     )
 
 

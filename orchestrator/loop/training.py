@@ -120,8 +120,12 @@ class Training:
     async def _step(self, batch: Sequence[GroupHeader], waited_s: float) -> StepDone | None:
         book, begun = self._book, time.monotonic()
         source = OldLogprobSource.ROLLOUT if self._consistency is None else self._consistency.source_of(batch)
+        version = self.policy.version + 1
         request = StepRequest(
-            policy=PolicyVersion(book.epoch, self.policy.version + 1), oldest_version=self._floor(), old_logprobs=source
+            policy=PolicyVersion(book.epoch, version),
+            oldest_version=self._floor(),
+            old_logprobs=source,
+            audited=frozenset() if self._consistency is None else self._consistency.steps.choose(batch, version),
         )
         if self._consistency is not None:
             await self._consistency.step_taken(batch, source, request.policy.version)
@@ -140,8 +144,10 @@ class Training:
         facts = book.accounts.step(batch, report, request)
         begun = time.monotonic()
         manifest, _ = await asyncio.gather(self._publish(request.policy), self._acknowledge(batch, report, request))
-        self.policy, self.manifest = request.policy, manifest
+        before, self.policy, self.manifest = self.policy, request.policy, manifest
         self._publisher.offer(manifest)
+        if self._consistency is not None:
+            self._consistency.step_applied(batch, before, request, report)
         await self._transferred()
         publish_s = time.monotonic() - begun
         book.accounts.trainer_worked(train_s + publish_s)

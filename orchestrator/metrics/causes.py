@@ -71,6 +71,11 @@ class Cause(StrEnum):
     """The gradient of some blocks is zero while the others have one."""
     POLICY_STILL = "policy_still"
     """Updates do not move the policy: tokens keep the log-probs that they were sampled with, and nothing is learned."""
+    TRAINER_DISAGREES = "trainer_disagrees"
+    """The trainer computes or uses something else than the service does for the same tokens under the same weights:
+    log-probs, loss tokens, or advantages."""
+    UPDATE_DIFFERS = "update_differs"
+    """What a step changed is not what rewards and optimizer settings ask for: the wrong way, too far, or not at all."""
     TOKENIZER = "tokenizer"
     """Engine and trainer disagree about tokens."""
     LOGPROB_SEMANTICS = "logprob_semantics"
@@ -158,7 +163,7 @@ FIRST_OF_LAYER: tuple[tuple[Cause, int], ...] = (
     (Cause.EVALUATION_CHANGED, 1),
     (Cause.POLICY_COLLAPSE, 2),
     (Cause.NON_FINITE, 3),
-    (Cause.TOKENIZER, 4),
+    (Cause.TRAINER_DISAGREES, 4),
 )
 """Layers of diagnosis are stretches of the causal order: 1 data and reward, 2 policy, 3 numerical updates, 4 training
 system."""

@@ -180,6 +180,26 @@ class Agreement(CatalogueSection, layer=4):
         "ratio", lambda now: min((routing.coverage for routing in _routings(now)), default=UNMEASURED), optional=True
     )
     """Share of sampled tokens with whole routing evidence, the worst replica's; -1 where none is expected."""
+    consistency_trainer_gap = column(
+        "nats", lambda now: UNMEASURED if now.step_audit is None else now.step_audit.gap_mean, optional=True
+    )
+    """Mean |trainer's log-prob - service's| of the same tokens under the same weights, in the newest audited step; -1
+    before the first."""
+    consistency_step_drive = column(
+        "ratio", lambda now: 0.0 if now.step_audit is None else now.step_audit.drive, optional="consistency_trainer_gap"
+    )
+    """How strongly the newest audited step moved trajectories by their advantages: the sum of advantage x rise of the
+    log-probs over the root of the squares; above 0 where steps do what rewards ask for."""
+    consistency_update_rates = column(
+        "ratio",
+        lambda now: 0.0 if now.step_audit is None else now.step_audit.update_rates,
+        optional="consistency_trainer_gap",
+    )
+    """Root mean square of what parameters moved by in the newest audited step, in learning rates as declared."""
+    consistency_against_evidence = column("nats", lambda now: now.against_evidence)
+    """Evidence that steps go against their rewards; reported at 12."""
+    consistency_audited_steps = total_column("steps", lambda now: now.audited_steps)
+    """Steps that the consistency service has looked at since the loop began."""
     consistency_sampler_evidence = column("nats", lambda now: _or_unmeasured(now.sampler_evidence), optional=True)
     """Evidence that a replica draws from another distribution than it declares, the worst replica's; reported at
     consistency.sampler_evidence_nats; -1 before the first audit."""

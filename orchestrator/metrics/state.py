@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeAlias
 from orchestrator.observers import StepFacts, StepPhases
 from rollout.types.dispatch import Counts
 from rollout.types.weights import PolicyVersion
-from trainer.consistency.service.report import ReplicaGap
+from trainer.consistency.service.report import ReplicaGap, StepAudit
 from trainer.types.step import StepReport
 
 LabelValues: TypeAlias = tuple[str, ...]
@@ -153,6 +153,11 @@ class Moment:
     replicas: Sequence[ReplicaState]
     diagnosis: Mapping[str, Series]
     """What the doctor found, by name of the metric."""
+    step_audit: StepAudit | None = None
+    """Of the newest audited step."""
+    against_evidence: float = 0.0
+    """That steps go against their rewards, nats."""
+    audited_steps: int = 0
     sampler_evidence: float | None = None
     """Largest evidence that a replica draws from another distribution, nats; None before the first audit."""
     repeat_evidence: float | None = None

@@ -26,6 +26,7 @@ from rollout.faults.data_config import (
     TrainEvalOverlapFault,
 )
 from rollout.faults.gradient_config import GradientFault, RatioSpikeFault
+from rollout.faults.trainer_config import TrainerFault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def check_faults(faults: FaultsConfig, around: FaultSurroundings) -> None:
 
 def _problems(fault: FaultConfig, around: FaultSurroundings) -> Iterator[str]:
     """Why a fault outside engines would do nothing."""
-    if isinstance(fault, GradientFault) and around.scripted_trainer:
+    if isinstance(fault, GradientFault | TrainerFault) and around.scripted_trainer:
         yield "the scripted trainer computes no gradient; set trainer.type = 'fsdp'"
     if isinstance(fault, RatioSpikeFault) and around.ratio_unused:
         yield (

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rollout.config import Section
 from rollout.faults.data_config import DataFault
 from rollout.faults.gradient_config import GradientFault
+from rollout.faults.trainer_config import TrainerFault
 
 
 class FaultSection(Section):
@@ -193,7 +194,9 @@ AnswerFault = (
     | VersionOffByOneFault
 )
 EngineFault = WeightFault | KvKeptFault | SlowReplicaFault | AnswerFault
-FaultConfig = Annotated[EngineFault | PromptFault | GradientFault | DataFault, Field(discriminator="type")]
+FaultConfig = Annotated[
+    EngineFault | PromptFault | GradientFault | TrainerFault | DataFault, Field(discriminator="type")
+]
 
 
 class FaultsConfig(Section):
@@ -208,3 +211,8 @@ class FaultsConfig(Section):
     def in_gradients(self) -> tuple[GradientFault, ...]:
         """Those planted into the trainer's gradient."""
         return tuple(fault for fault in self.plant if isinstance(fault, GradientFault))
+
+    @property
+    def in_trainer(self) -> tuple[TrainerFault, ...]:
+        """Mistakes of the trainer."""
+        return tuple(fault for fault in self.plant if isinstance(fault, TrainerFault))

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rollout.config import Section
 
@@ -196,6 +196,9 @@ class ConsistencyConfig(Section):
     sampler_evidence_nats: PositiveFloat | None = 20.0
     """Evidence in nats at which a replica is reported to draw from another distribution than it declares, or to repeat
     its samples; None is off."""
+    step_audit_trajectories: NonNegativeInt = 4
+    """Trained trajectories of each step that the service scores under the weights before and behind it, to see whether
+    trainer and service agree and whether the step did what their rewards ask for; 0 is off."""
     limits: GapLimits | None = None
     """None takes the defaults for the engine's dtype, quantisation and routing."""
     correction: CorrectionConfig = NoCorrection()

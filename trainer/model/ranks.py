@@ -60,6 +60,14 @@ class Ranks:
         if failed:
             raise ConcordError("; ".join(failed))
 
+    def gathered(self, values: tuple[Answer, ...]) -> tuple[Answer, ...]:
+        """The values of all ranks, in their order. Collective."""
+        if self.world == 1:
+            return values
+        parts: list[Any] = [None] * self.world
+        cast(Any, dist).all_gather_object(parts, values)
+        return tuple(value for part in parts for value in part)
+
     def of_first(self, act: Callable[[], Answer]) -> Answer | None:
         """Do something on rank 0, and learn on all whether it worked; None on the others. Collective.
 

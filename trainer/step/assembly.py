@@ -22,11 +22,13 @@ from trainer.optim.step_watch import StepWatch
 from trainer.planted.due import DueFaults
 from trainer.planted.learning_rate import planted_rate
 from trainer.planted.loss import PlantedLoss
+from trainer.planted.mistakes import MistakenLoss
 from trainer.planted.pull_meter import PullMeter
 from trainer.step.batch_replay import BatchReplay
 from trainer.step.build import TrainerOrder
 from trainer.step.gradient_step import GradientSeam, GradientStep
-from trainer.step.planted_step import PlantedGradientStep
+from trainer.step.noted_loss import NotedLoss
+from trainer.step.planted_step import MistakenGradientStep, PlantedGradientStep
 from trainer.step.policy_trainer import PolicyTrainer, TrainerParts
 from trainer.weights.canary import canary_token_ids
 from trainer.weights.weight_writer import WeightWriter
@@ -51,7 +53,7 @@ def policy_trainer(**order: Unpack[TrainerOrder]) -> PolicyTrainer:
         reference = load_policy(model_dir, config, ranks, frozen=True)[0] if config.algorithm.kl_coef > 0 else None
         rate = planted_rate(settings.faults, config.optimizer, order["total_steps"])
         optimizer = PolicyOptimizer(named_blocks(model), config.optimizer, ranks, rate)
-        gradient = _gradient_step(config, settings, model, reference, optimizer, ranks)
+        gradient, noted = _gradient_step(config, settings, model, reference, optimizer, ranks)
         writer = WeightWriter(model, layout, model_dir, dtype=dtype, shard_bytes=weights.shard_bytes, ranks=ranks)
         parts = TrainerParts(
             ranks=ranks,
@@ -62,6 +64,7 @@ def policy_trainer(**order: Unpack[TrainerOrder]) -> PolicyTrainer:
             writer=writer,
             sender=_sender(weights, ranks, writer),
             canary_ids=canary_token_ids(facts.vocab_size, facts.tokenizer_size, facts.max_context),
+            noted=noted,
         )
         undo.pop_all()
     return PolicyTrainer(config, seed, parts)
@@ -74,14 +77,16 @@ def _gradient_step(
     reference: PolicyModel | None,
     optimizer: PolicyOptimizer,
     ranks: Ranks,
-) -> GradientSeam:
+) -> tuple[GradientSeam, NotedLoss]:
     replay = BatchReplay(model) if config.replay_routing else None
     algorithm = build_algorithm(config.algorithm)
     real = PolicyLoss(config.algorithm, algorithm, reference, settings.correction)
-    planted = PlantedLoss(real, model) if settings.faults.in_gradients else None
-    step = GradientStep(
+    noted = NotedLoss(real)
+    mistaken = MistakenLoss(noted, model, settings.faults.in_trainer) if settings.faults.in_trainer else None
+    planted = PlantedLoss(mistaken or noted, model) if settings.faults.in_gradients else None
+    step: GradientSeam = GradientStep(
         model,
-        planted or real,
+        planted or mistaken or noted,
         optimizer,
         ranks,
         watch=StepWatch(config, model, named_blocks(model), ranks),
@@ -89,14 +94,16 @@ def _gradient_step(
         gradloc=config.gradloc,
         dtype=DTYPES[config.dtype],
     )
+    if mistaken is not None:
+        step = MistakenGradientStep(step, mistaken)
     if planted is None:
-        return step
+        return step, noted
     meter = PullMeter(model, ranks, None if replay is None else replay.using)
     uncorrected = PolicyLoss(config.algorithm, algorithm, reference, NoCorrection())
     due = DueFaults(
         settings.faults, planted, model, meter, real=real, uncorrected=uncorrected, corrects=settings.corrects
     )
-    return PlantedGradientStep(step, due)
+    return PlantedGradientStep(step, due), noted
 
 
 def _sender(weights: WeightsConfig, ranks: Ranks, writer: WeightWriter) -> "WeightSender | None":

@@ -5,10 +5,30 @@ from dataclasses import replace
 
 from trainer.batching.batcher import TrainingBatch
 from trainer.planted.due import DueFaults
+from trainer.planted.mistakes import MistakenLoss
 from trainer.step.gradient_search import GradientSearch
 from trainer.step.gradient_step import GradientReport, GradientSeam, PhaseClock
 from trainer.types.evidence import AuditedGroup
 from trainer.types.step import StepBatches
+
+
+class MistakenGradientStep:
+    """Wraps `inner`, in whose loss are the mistakes of `loss`."""
+
+    def __init__(self, inner: GradientSeam, loss: MistakenLoss) -> None:
+        self._inner, self._loss = inner, loss
+
+    @property
+    def search(self) -> GradientSearch | None:
+        """That of the step inside."""
+        return self._inner.search
+
+    def run(
+        self, step: int, packed: StepBatches, batch: TrainingBatch, audited: Sequence[AuditedGroup], clock: PhaseClock
+    ) -> GradientReport:
+        """As `GradientSeam.run`."""
+        self._loss.begin(step)
+        return self._inner.run(step, packed, batch, audited, clock)
 
 
 class PlantedGradientStep:

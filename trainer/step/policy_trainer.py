@@ -34,6 +34,7 @@ from trainer.model.policy_model import PolicyModel
 from trainer.model.ranks import Ranks, leave_ranks, reshard
 from trainer.optim.optimizer import PolicyOptimizer
 from trainer.step.gradient_step import GradientReport, GradientSeam, PhaseClock
+from trainer.step.noted_loss import NotedLoss
 from trainer.types.evidence import audited_groups
 from trainer.types.protocols import Algorithm
 from trainer.types.step import StepBatches, StepReport, StepRequest
@@ -56,6 +57,8 @@ class TrainerParts:
     sender: "WeightSender | None"
     """None where weights move through the disk alone."""
     canary_ids: NDArray[np.int32]
+    noted: NotedLoss
+    """The loss inside `gradient`, watched."""
 
 
 class PolicyTrainer:
@@ -66,6 +69,7 @@ class PolicyTrainer:
         self._ranks, self._model, self._algorithm = parts.ranks, parts.model, parts.algorithm
         self._optimizer, self._gradient = parts.optimizer, parts.gradient
         self._writer, self._sender, self._canary_ids = parts.writer, parts.sender, parts.canary_ids
+        self._noted = parts.noted
         self._published: WeightManifest | None = None
         self._random = RandomState.take(self._ranks.device)
 
@@ -91,6 +95,7 @@ class PolicyTrainer:
         )
         packed: StepBatches = pack(batch.samples, self._ranks.world, self._config.micro_batch_tokens)
         clock.end("pack")
+        self._noted.begin(request.audited)
         done = self._gradient.run(request.policy.version, packed, batch, audited, clock)
         taken_out = quarantined(audited, done.evidence)
         report = _report(
@@ -109,6 +114,7 @@ class PolicyTrainer:
             quarantined_groups=groups_with_quarantines(audited, taken_out),
             sample_repeats=repeats,
             sample_repeats_expected=expected,
+            audited=self._ranks.gathered(self._noted.take()) if request.audited else (),
         )
 
     def save_step(self, parent: Path, groups: StoredGroups, request: StepRequest, report: StepReport) -> StepReport:

@@ -91,6 +91,19 @@ StepBatches = Sequence[Sequence[MicroBatch]]
 """[ranks][micro-batches] of one step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """What one trajectory had in the loss of a step."""
+
+    trajectory_id: str
+    positions: NDArray[np.int64]
+    """[n] places of the tokens in their trajectory."""
+    logprobs: NDArray[np.float32]
+    """[n] nats, by the trainer's own forward pass before the update."""
+    advantages: NDArray[np.float32]
+    """[n] as the loss used them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
     """What one optimizer step shall do, besides the groups themselves."""
@@ -101,6 +114,8 @@ class StepRequest:
     """Tokens sampled under an older version leave the loss (max_staleness, policy `mask`)."""
     old_logprobs: OldLogprobSource = OldLogprobSource.ROLLOUT
     """One source for all samples of the step."""
+    audited: frozenset[str] = field(default=frozenset())
+    """Trajectories whose tokens the report shall hold (`StepReport.audited`): a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +228,8 @@ class StepReport:
     routing_fallback_fraction: float = 0.0
     """Share of them whose experts were the trainer's own although a replay was asked for: the engine's are missing or
     hollow; 0 without a replay."""
+    audited: tuple[TrainedTokens, ...] = ()
+    """Of the trajectories that the request names, those that were in the loss."""
     planted: tuple[PlantedFault, ...] = ()
     """Gradient faults of `[faults]` that the step was due."""
     saved: str = ""

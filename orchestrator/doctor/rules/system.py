@@ -78,6 +78,8 @@ def of_events(cause: Cause, kinds: tuple[str, ...], severity: Severity) -> Calla
 gap_drift = of_events(Cause.GAP_DRIFT, ("consistency_drift",), Severity.WARN)
 sampler = of_events(Cause.SAMPLER, ("sampler_differs",), Severity.CRITICAL)
 repeated_samples = of_events(Cause.REPEATED_SAMPLES, ("samples_repeat",), Severity.CRITICAL)
+trainer_disagrees = of_events(Cause.TRAINER_DISAGREES, ("trainer_disagrees",), Severity.CRITICAL)
+update_differs = of_events(Cause.UPDATE_DIFFERS, ("update_differs",), Severity.CRITICAL)
 routing_incomplete = of_events(Cause.ROUTING_INCOMPLETE, ("routing_incomplete",), Severity.WARN)
 replica_failures = of_events(Cause.REPLICA_FAILURES, ("replica_failed", "replica_start_failed"), Severity.WARN)
 _workers_died = of_events(Cause.WORKER_LOST, ("worker_lost", "auditor_lost"), Severity.WARN)

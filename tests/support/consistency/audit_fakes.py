@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types.trajectory import Trajectory
+from rollout.types.weights import PolicyVersion
 from trainer.config.consistency import ConsistencyConfig
 from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.checks.step import Moved
 from trainer.consistency.scoring.protocols import ScoreOptions
 from trainer.consistency.service.auditor import AuditedRun, Auditor
 from trainer.consistency.service.prompts import PromptReader
@@ -23,6 +25,7 @@ class ScriptedScorer:
         self.held: dict[str, str] = {"v0": ""}
         self.held_bytes = self.scored_tokens = 0
         self.asked: list[ScoreOptions] = []
+        self.movements: dict[str, Moved] = {}
         self.agree: Callable[[Trajectory], RoutingAgreement | None] = lambda trajectory: None
         """How far a trajectory's routing agrees."""
 
@@ -30,6 +33,10 @@ class ScriptedScorer:
         self, trajectories: Sequence[Trajectory], options: ScoreOptions
     ) -> tuple[list[NDArray[np.float32]], list[RoutingAgreement | None]]:
         return self.score(trajectories, options), [self.agree(trajectory) for trajectory in trajectories]
+
+    def moved(self, before: PolicyVersion, after: PolicyVersion, decayed: float) -> dict[str, Moved]:
+        """As the test says."""
+        return self.movements
 
     def score_with_moments(
         self, trajectories: Sequence[Trajectory], options: ScoreOptions

@@ -235,6 +235,8 @@ SCENARIOS: dict[Cause, Callable[[MadeUpRun], None]] = {
         Cause(name): gap_by(name)
         for name in ("tokenizer", "logprob_semantics", "weight_sync", "version_tag", "routing", "precision", "stale_kv")
     },
+    Cause.TRAINER_DISAGREES: lambda run: run.event("trainer_disagrees", 50, step=50, codes="loss_positions"),
+    Cause.UPDATE_DIFFERS: lambda run: run.event("update_differs", 50, step=50, codes="unmoved"),
     Cause.SAMPLER: lambda run: run.event("sampler_differs", 50, replica=0, detail="sharper than declared"),
     Cause.REPEATED_SAMPLES: lambda run: run.event("samples_repeat", 50, replica=0, detail="9 of 12 samples repeat"),
     Cause.LOW_PROBABILITY_TAIL: gap_by("low_probability_tail"),

@@ -38,7 +38,7 @@ from rollout.types.weights import PolicyVersion, WeightManifest
 from trainer.checkpointing.checkpoints import CheckpointState
 from trainer.consistency.service.auditor import Auditor
 from trainer.consistency.service.build import build_auditor
-from trainer.consistency.service.report import AuditContext, AuditReport
+from trainer.consistency.service.report import AuditContext, AuditReport, StepAudit, StepToAudit
 from trainer.step.build import TrainerRank
 from trainer.types.step import StepReport, StepRequest
 
@@ -206,6 +206,9 @@ class LocalAuditor:
         await self._store.annotate(annotations)
         return report
 
+    async def audit_step(self, dispatch_ids: Sequence[str], step: StepToAudit) -> StepAudit | None:
+        return await asyncio.to_thread(self.auditor.audit_step, await self._store.fetch(dispatch_ids), step)
+
     async def kill(self) -> None:
         self.dead = True
 
@@ -342,6 +345,7 @@ class LocalFleet:
             engine=config.engine,
             max_staleness=config.staleness.max_staleness,
             deterministic=config.run.deterministic,
+            total_steps=config.run.steps,
         )
 
     async def processes(self) -> Mapping[str, int]:

@@ -18,6 +18,7 @@ from rollout.errors import ConcordError, UserError, WeightSyncError, boundary
 from rollout.published.manifest import MANIFEST_NAME, read_manifest
 from rollout.published.tensor_files import weight_files
 from rollout.types.weights import PolicyVersion, WeightManifest
+from trainer.consistency.checks.step import Moved, moved_together
 from trainer.model.loading import DTYPES, meta_model, rebuild_transient_buffers, refuse_mismatch
 from trainer.model.policy_model import PolicyModel
 from trainer.model.tensor_layout import TensorLayout, modules_of, stored_tensors, transient_buffers
@@ -125,6 +126,33 @@ class HeldVersions:
             yield
         finally:
             self._assign(self._active.tensors)
+
+    def moved(self, before: PolicyVersion, after: PolicyVersion, decayed: float) -> dict[str, Moved]:
+        """How far each transformer block, and each parameter outside of them, moved from one version to another.
+
+        Args:
+            decayed: share of a weight that decay may take, which `Moved.most` leaves out.
+
+        Raises:
+            VersionGoneError: one of the two is not there.
+        """
+        parts: dict[str, list[Moved]] = {}
+        blocks = tuple(self.model.named_blocks())
+        self.activate(before)
+        old = self._active.tensors
+        self.activate(after)
+        for name, new in self._active.tensors.items():
+            if isinstance(new, nn.Parameter):
+                was = old[name].detach().float()
+                difference = (new.detach().float() - was).abs()
+                parts.setdefault(next((b for b in blocks if name.startswith(f"{b}.")), name), []).append(
+                    Moved(
+                        num_parameters=new.numel(),
+                        square=float(difference.double().square().sum()),
+                        most=float((difference - decayed * was.abs()).max()) if new.numel() else 0.0,
+                    )
+                )
+        return {name: moved_together(each) for name, each in parts.items()}
 
     def shifted(self, policy: PolicyVersion, offset: int) -> PolicyVersion:
         """The policy `offset` versions later in the same lineage: a version that the epoch itself did not publish is an

@@ -23,6 +23,7 @@ from rollout.errors import UserError
 from rollout.types.trajectory import Trajectory, VersionSpan
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.checks.routing import RoutingAgreement
+from trainer.consistency.checks.step import Moved
 from trainer.consistency.scoring.engine_head import likeliest_tokens, rounded_logprobs
 from trainer.consistency.scoring.held_versions import HeldVersions, VersionGoneError
 from trainer.consistency.scoring.moments import token_moments
@@ -108,6 +109,13 @@ class Scorer:
     def unknown(self) -> dict[str, str]:
         """Key of each policy whose tokens are NaN in the last call -> reason."""
         return dict(self._unknown)
+
+    def moved(self, before: PolicyVersion, after: PolicyVersion, decayed: float) -> dict[str, Moved]:
+        """As `HeldVersions.moved`; empty where one of the two is not to be had."""
+        try:
+            return self._versions.moved(before, after, decayed)
+        except VersionGoneError:
+            return {}
 
     def score(self, trajectories: Sequence[Trajectory], options: ScoreOptions) -> _Scores:
         """[T] nats each, 0 where not sampled, NaN where it cannot be known: the version is not to be had (`unknown`

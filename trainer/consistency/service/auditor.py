@@ -27,9 +27,18 @@ from trainer.consistency.checks.structure import check_trajectory
 from trainer.consistency.checks.versions import check_versions
 from trainer.consistency.scoring.protocols import MomentRescorer, ScoreOptions
 from trainer.consistency.service.prompts import PromptReader
-from trainer.consistency.service.report import AuditContext, AuditReport, GroupVerdict, ReplicaFacts, ReplicaGap
+from trainer.consistency.service.report import (
+    AuditContext,
+    AuditReport,
+    GroupVerdict,
+    ReplicaFacts,
+    ReplicaGap,
+    StepAudit,
+    StepToAudit,
+)
 from trainer.consistency.service.routing_evidence import check_routing, routing_facts
 from trainer.consistency.service.sampling_evidence import sampling_of
+from trainer.consistency.service.step_audit import DeclaredTrainer, StepScorer, audit_step
 from trainer.consistency.service.verdicts import decide
 from trainer.model.model_dir import ModelFacts
 from trainer.types.evidence import (
@@ -43,7 +52,7 @@ from trainer.types.evidence import (
 from trainer.types.histograms import LOG_RATIO_EDGES, bucket_counts
 
 
-class ServiceScorer(MomentRescorer, Protocol):
+class ServiceScorer(MomentRescorer, StepScorer, Protocol):
     """A rescorer that says what it holds and how much it has done."""
 
     @property
@@ -76,6 +85,8 @@ class AuditedRun:
     """Whether engines are asked to return the routing of a mixture of experts."""
     options: ScoreOptions = field(default_factory=ScoreOptions)
     """How the trainer computes, routing replay included."""
+    trainer: DeclaredTrainer | None = None
+    """What its steps are held against; None: they are not audited."""
 
 
 class Auditor:
@@ -115,6 +126,16 @@ class Auditor:
         return report, tuple(
             Annotation(dispatch_id=each.dispatch_id, kind=kind, payload=encode_evidence(each)) for each in evidence
         )
+
+    def audit_step(self, groups: StoredGroups, step: StepToAudit) -> StepAudit | None:
+        """What an applied step was seen to do to trajectories of `groups`; None where the weights before or after it
+        are gone, or the trainer is not one to audit.
+
+        Raises:
+            ConcordError: a group's bytes are damaged.
+        """
+        declared = self._run.trainer
+        return None if declared is None else audit_step(groups, step, self._scorer, declared, self._run.options)
 
     def _score(
         self, groups: Sequence[TrajectoryGroup], prompts: Sequence[Prompt], context: AuditContext

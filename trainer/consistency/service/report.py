@@ -9,7 +9,7 @@ from trainer.consistency.checks.routing import RoutingAgreement
 from trainer.consistency.checks.sampling import NO_SAMPLES, SamplingSums
 from trainer.types.evidence import Attribution, CheckFinding
 from trainer.types.histograms import NO_LOG_RATIOS, BucketCounts
-from trainer.types.step import Verdict
+from trainer.types.step import TrainedTokens, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,51 @@ class ReplicaGap:
     model, and where no routing came and none was expected."""
     sampling: SamplingSums = NO_SAMPLES
     """Whether its tokens look drawn from the distribution that it declares; without tokens where that is off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepToAudit:
+    """An applied step that the service shall look at."""
+
+    before: PolicyVersion
+    after: PolicyVersion
+    oldest_version: int
+    """Tokens sampled under an older version are not in its loss."""
+    grad_norm: float
+    trained: tuple[TrainedTokens, ...]
+    """What the trainer reports of a few trajectories."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDeviation:
+    """Something that a step did otherwise than declared."""
+
+    code: str
+    """`trainer_logprobs`, `loss_positions`, `advantages`; `unmoved`, `update_too_large`, `update_too_small`."""
+    detail: str
+    """Got, expected, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAudit:
+    """What a step was seen to do."""
+
+    policy: PolicyVersion
+    """That it produced."""
+    rows: int
+    """Trajectories that were compared."""
+    tokens: int
+    """Tokens of them with a log-prob from both sides."""
+    gap_mean: float
+    """Mean |trainer's log-prob - service's| under the weights before the step, nats."""
+    gap_max: float
+    drive: float
+    """See `trainer.consistency.checks.step.drive`."""
+    gain: float
+    """Mean over the trajectories of advantage x rise of their log-probs, nats."""
+    update_rates: float
+    """Root mean square of what parameters moved by, in declared learning rates."""
+    deviations: tuple[StepDeviation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

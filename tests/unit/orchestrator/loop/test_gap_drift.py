@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from support.builders import BASE
 
-from orchestrator.loop.gap_drift import LEAST_VERSIONS, GapDrift
+from orchestrator.loop.audit_trends import LEAST_VERSIONS, GapDrift
 from rollout.types.weights import PolicyVersion
 from trainer.consistency.service.report import ReplicaGap
 

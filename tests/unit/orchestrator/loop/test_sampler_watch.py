@@ -2,7 +2,7 @@
 
 from support.builders import BASE
 
-from orchestrator.loop.sampler_watch import SamplerFault, SamplerFinding, SamplerWatch
+from orchestrator.loop.audit_trends import SamplerFault, SamplerFinding, SamplerWatch
 from trainer.consistency.checks.sampling import SamplingSums
 from trainer.consistency.service.report import ReplicaGap
 
