@@ -36,7 +36,7 @@ REASONS = (
         "prefix_broken",
     ),
     *("spans_missing", "spans_broken", "sampled_without_version", "version_without_mask"),
-    *("logprobs_missing", "logprobs_all_zero", "logprob_not_finite", "logprob_positive"),
+    *("logprobs_missing", "logprobs_all_zero", "logprob_not_finite", "logprob_positive", "logprob_impossible"),
     *("drift_special_token_count", "drift_special_token_type", "drift_non_assistant_text", "drift_assistant_text"),
     *("unknown_version", "uncommitted_version", "version_regressed"),
     *("gap_mean", "gap_k3", "gap_ess", "gap_tail", "gap_above_baseline", OTHER),

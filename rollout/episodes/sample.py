@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.errors import EngineError
 from rollout.types.generation import GenerationRequest, TokenChunk
+from rollout.types.logprob_range import LEAST_NATS, impossible
 from rollout.types.supports import TokenSupports, joined_supports, unlisted
 from rollout.types.trajectory import FinishReason, RoutingTrace, VersionSpan
 from rollout.types.weights import PolicyVersion
@@ -56,6 +57,7 @@ class GrowingSample:
         if chunk.token_ids.dtype != np.int32 or chunk.logprobs.dtype != np.float32:
             got = f"{chunk.token_ids.dtype} ids and {chunk.logprobs.dtype} log-probs"
             raise BadAnswer(f"sample {chunk.sample_index} came as {got}; expected int32 and float32")
+        self._check_logprobs(chunk)
         count = chunk.token_ids.size
         if count:
             if chunk.supports is not None:
@@ -134,6 +136,18 @@ class GrowingSample:
             start = self._spans.pop()[1]
         self._spans.append((chunk.policy, start, end))
         self.length = end
+
+    def _check_logprobs(self, chunk: TokenChunk) -> None:
+        wrong = np.flatnonzero(impossible(chunk.logprobs))
+        if wrong.size:
+            first = int(wrong[0])
+            raise BadAnswer(
+                f"sample {chunk.sample_index} came with {wrong.size} of {chunk.logprobs.size} log-probs that no "
+                f"sampled token has ({float(chunk.logprobs[first]):g} for token {int(chunk.token_ids[first])} at "
+                f"position {self.length + first}); expected numbers from {LEAST_NATS:g} to 0: the engine must report "
+                "the log-prob of the token under the distribution that it sampled from, and no stand-in for one that "
+                "it lacks"
+            )
 
     def _check_turn(self, chunk: TokenChunk, request: GenerationRequest) -> None:
         index, count, limit = chunk.sample_index, self.length - self._turn_start, request.sampling.max_new_tokens

@@ -14,14 +14,12 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.types.logprob_range import LEAST_NATS, ROUNDING_NATS
 from rollout.types.trajectory import Trajectory
 from trainer.types.evidence import Check, CheckFinding
 
 Ids: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 Nats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
-
-ROUNDING_NATS = 1e-5
-"""A logit minus a log-sum-exp may round above 0 by an ulp of the logit; up to here that is no error."""
 
 
 class DriftKind(StrEnum):
@@ -205,6 +203,14 @@ def _check_logprobs(columns: Columns) -> Iterator[CheckFinding]:
         highest = float(columns.logprobs[above].max())
         detail = f"got {len(positions)} log-probs above 0 (up to {highest:.3g} nats); expected none"
         yield _fail("logprob_positive", detail, positions)
+    below = columns.sampled & np.isfinite(columns.logprobs) & (columns.logprobs < LEAST_NATS)
+    if positions := _where(below):
+        lowest = float(columns.logprobs[below].min())
+        detail = (
+            f"got {len(positions)} log-probs below {LEAST_NATS:g} nats (down to {lowest:.6g}), which no sampled token "
+            "has; expected those of the tokens, and no stand-in"
+        )
+        yield _fail("logprob_impossible", detail, positions)
     if not columns.logprobs[columns.sampled].any():
         detail = "got log-probs that are all 0, as where none were logged; expected those of the sampled tokens"
         yield CheckFinding.open_question("logprobs_all_zero", detail)

@@ -19,6 +19,7 @@ from orchestrator.run_dir.histogram_writer import HistogramRecorder
 from orchestrator.run_dir.metrics_writer import MOST_HELD_STEPS, BlockRecorder
 from orchestrator.run_dir.search_records import SearchRecords
 from orchestrator.run_dir.side_files import SideFileError, SideFiles
+from rollout.types.protocols import EventFields
 from rollout.types.weights import PolicyVersion
 
 parquet: Any = pq
@@ -32,7 +33,7 @@ def reported_by(side_files: SideFiles, reported: list[tuple[str, Any]]) -> list[
 def recording() -> tuple[SideFiles, list[tuple[str, Any]]]:
     reported: list[tuple[str, Any]] = []
 
-    async def record_event(kind: str, fields: dict[str, Any]) -> None:
+    async def record_event(kind: str, fields: EventFields) -> None:
         reported.append((kind, fields))
 
     return SideFiles(record_event), reported

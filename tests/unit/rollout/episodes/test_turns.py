@@ -223,6 +223,19 @@ def test_an_engine_that_lists_what_its_draws_kept_leaves_nothing_out():
     run(ToldEngine(counting), [TalkingEnv([])], tag=tag)  # nothing was cut
 
 
+@pytest.mark.parametrize("logprob", [-9999.0, -np.inf, np.nan, 0.5, float(np.finfo(np.float32).min)])
+def test_a_number_that_no_sampled_token_has_is_an_engine_fault(logprob: float):
+    def answer(request: GenerationRequest) -> Iterable[TokenChunk]:
+        for one in counting(request):
+            yield replace(one, logprobs=np.where(one.token_ids == EOS, np.float32(logprob), one.logprobs))
+
+    with pytest.raises(
+        EpisodeFailure, match=rf"sampled token has \({logprob:g} for token {EOS}".replace("+", r"\+")
+    ) as caught:
+        run(ToldEngine(answer), [TalkingEnv([])])
+    assert caught.value.reason is FailReason.ENGINE
+
+
 def test_a_turn_that_kept_everything_lists_nothing():
     assert run(ToldEngine(counting), [TalkingEnv([REPLY])]).trajectories[0].supports is None
 

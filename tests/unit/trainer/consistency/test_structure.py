@@ -116,6 +116,12 @@ def test_log_probs_of_sampled_tokens_are_numbers_and_not_above_zero() -> None:
     assert "up to 0.25 nats" in found[1].detail
 
 
+def test_a_stand_in_for_a_log_prob_is_no_log_prob() -> None:
+    finding = only(check_structure(columns(logprobs=np.array([0, 0, -9999, -79.0, -1.0], dtype=np.float32)), VOCAB))
+    assert (finding.code, finding.severity, finding.positions) == ("logprob_impossible", CheckSeverity.FAIL, (2,))
+    assert "down to -9999" in finding.detail
+
+
 def test_a_rounding_error_above_zero_is_none() -> None:
     assert check_structure(columns(logprobs=np.array([0, 0, 2e-6, -1.0, -0.1], dtype=np.float32)), VOCAB) == ()
 
