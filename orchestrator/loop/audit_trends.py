@@ -86,6 +86,7 @@ class SamplerWatch:
         self._charts: dict[int, dict[float, _Chart]] = {}
         self._repeats: dict[int, _Chart] = {}
         self._incarnations: dict[int, int] = {}
+        self._differs: set[int] = set()
 
     @property
     def evidence(self) -> float | None:
@@ -98,7 +99,9 @@ class SamplerWatch:
         return max((chart.value for chart in self._repeats.values()), default=None)
 
     def take(self, gap: ReplicaGap, incarnation: int) -> list[SamplerFinding]:
-        """Note an audit; what crosses its threshold by it, at most one finding a fault."""
+        """Note an audit; what crosses its threshold by it, at most one finding a fault. That samples repeat follows
+        from a distribution that is sharper than declared, so it is no finding of a replica that samples from another
+        one."""
         threshold, sums, slot = self._threshold, gap.sampling, gap.replica
         if threshold is None or not sums.num_tokens:
             return []
@@ -106,6 +109,7 @@ class SamplerWatch:
             self._incarnations[slot] = incarnation
             self._charts[slot] = {power: _Chart(threshold) for power in POWERS}
             self._repeats[slot] = _Chart(threshold)
+            self._differs.discard(slot)
         crossed = [
             since
             for power, chart in self._charts[slot].items()
@@ -116,8 +120,9 @@ class SamplerWatch:
             longest = max(crossed, key=lambda since: since.num_tokens)
             findings.append(SamplerFinding(fault=SamplerFault.OTHER_DISTRIBUTION, sums=longest))
             self._charts[slot] = {power: _Chart(threshold) for power in POWERS}
+            self._differs.add(slot)
         repeated = self._repeats[slot].add(sums.repeat_evidence, sums)
-        if repeated is not None:
+        if repeated is not None and slot not in self._differs:
             findings.append(SamplerFinding(fault=SamplerFault.REPEATED_SAMPLES, sums=repeated))
         return findings
 

@@ -51,8 +51,7 @@ TASKS = (
                 "from trainer.algorithms.surrogate import ClippedSurrogate\n\n\n"
                 "class Dummy(ClippedSurrogate):\n"
                 '    name = "dummy"\n\n'
-                "    def advantages(self, group):\n"
-                '        return self.rewards(group, "a dummy") * 7\n'
+                "    def compared(self, rewards):\n        return rewards * 7\n"
             )
         },
         edits=(

@@ -75,7 +75,7 @@ def test_an_error_in_a_pass_leaves_the_gradients_too(model: PolicyModel, alone: 
     def broken(*_: Any) -> Any:
         raise ArithmeticError("planted")
 
-    setattr(failing, "_importance", broken)  # noqa: B010
+    setattr(failing, "_policy_terms", broken)  # noqa: B010
     with pytest.raises(ArithmeticError):
         watching(model, alone, 1e-6, failing).observe(ran.norm, ran.data)
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
