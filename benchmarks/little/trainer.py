@@ -17,6 +17,7 @@ from trainer.model.ranks import Ranks, join_ranks, local_tensor
 from trainer.optim.optimizer import GradientNorms, LearningRate, PolicyOptimizer, learning_rate
 from trainer.optim.step_watch import StepWatch
 from trainer.step.gradient_step import GradientStep
+from trainer.step.noted_loss import NotedLoss
 from trainer.step.policy_trainer import PolicyTrainer, TrainerParts
 from trainer.weights.canary import canary_token_ids
 from trainer.weights.weight_writer import WeightWriter
@@ -62,9 +63,10 @@ def little_trainer(
         else PlantedOptimizer(named_blocks(model), config, ranks, rate, gradients)
     )
     algorithm, dtype = build_algorithm(config.algorithm), DTYPES[config.dtype]
+    noted = NotedLoss(PolicyLoss(config.algorithm, algorithm, reference, NoCorrection()))
     step = GradientStep(
         model,
-        PolicyLoss(config.algorithm, algorithm, reference, NoCorrection()),
+        noted,
         optimizer,
         ranks,
         watch=StepWatch(config, model, named_blocks(model), ranks),
@@ -81,6 +83,7 @@ def little_trainer(
             model, layout, model_dir, dtype=dtype, shard_bytes=WeightsConfig().shard_bytes, ranks=ranks
         ),
         sender=None,
+        noted=noted,
         canary_ids=canary_token_ids(32, 32, 512),
     )
     return LittleTrainer(config, seed, parts)
