@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.faults.gradient_config import RatioSpikeFault
 from trainer.batching.batcher import TrainingBatch
-from trainer.gradloc.probe.probe import TokenLoss
+from trainer.gradloc.probe.probe import TokenLoss, WrappedLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
 from trainer.types.loss_tokens import LossTokens
@@ -32,23 +32,16 @@ class PlantedStep:
     """What was planted, or could not be."""
 
 
-class PlantedLoss:
+class PlantedLoss(WrappedLoss):
     """The loss `inner` with gradient faults. What was planted acts until `clear`."""
 
     def __init__(self, inner: TokenLoss, model: PolicyModel) -> None:
-        self._inner, self._model = inner, model
+        super().__init__(inner)
+        self._model = model
         self._terms: list[tuple[str, int, float]] = []
         """(trajectory, position, factor)"""
         self._factor = 1.0
         self._blocks: dict[str, ScaledBlock] = {}
-
-    @property
-    def couples_tokens(self) -> bool:
-        return self._inner.couples_tokens
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        return self._inner.sums
 
     def __call__(
         self,

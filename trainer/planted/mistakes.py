@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.faults.trainer_config import TrainerFault
-from trainer.gradloc.probe.probe import TokenLoss
+from trainer.gradloc.probe.probe import TokenLoss, WrappedLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.planted.block_gradient import ScaledBlock
 from trainer.types.loss_tokens import LossTokens
@@ -20,26 +20,17 @@ _NEARLY_NOTHING = 1e-30
 """What the gradient of a frozen block is multiplied by: with it Adam moves no float32."""
 
 
-class MistakenLoss:
+class MistakenLoss(WrappedLoss):
     """The loss `inner` with the mistakes whose time has come."""
 
     def __init__(self, inner: TokenLoss, model: PolicyModel, faults: Sequence[TrainerFault]) -> None:
-        self._inner, self._faults, self._step = inner, faults, 0
+        super().__init__(inner)
+        self._faults, self._step = faults, 0
         blocks = list(model.named_blocks().values())
         self._frozen = ScaledBlock(blocks[len(blocks) // 2]) if self._has("frozen_block") else None
         if self._has("trainer_dropout"):
             for block in blocks:
                 cast(Any, block).register_forward_hook(self._drop_out)
-
-    @property
-    def couples_tokens(self) -> bool:
-        """As the real loss."""
-        return self._inner.couples_tokens
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """As the real loss."""
-        return self._inner.sums
 
     def begin(self, step: int) -> None:
         """The step that produces version `step` begins."""

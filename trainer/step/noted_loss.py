@@ -7,30 +7,20 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from trainer.gradloc.probe.probe import TokenLoss
+from trainer.gradloc.probe.probe import TokenLoss, WrappedLoss
 from trainer.model.policy_model import PolicyModel
 from trainer.types.loss_tokens import LossTokens
 from trainer.types.step import OldLogprobSource, TrainedTokens
 
 
-class NotedLoss:
+class NotedLoss(WrappedLoss):
     """The loss `inner`, watched. Only the first pass of a trajectory counts: others of the same step run under the same
     weights."""
 
     def __init__(self, inner: TokenLoss) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._wanted: frozenset[str] = frozenset()
         self._noted: dict[str, TrainedTokens] = {}
-
-    @property
-    def couples_tokens(self) -> bool:
-        """As the real loss."""
-        return self._inner.couples_tokens
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """As the real loss."""
-        return self._inner.sums
 
     def begin(self, trajectory_ids: Collection[str]) -> None:
         """A step begins, and these are to be noted."""

@@ -57,6 +57,23 @@ class TokenLoss(Protocol):
         ...
 
 
+class WrappedLoss:
+    """What a loss that stands before `inner` says of itself: what `inner` says."""
+
+    def __init__(self, inner: TokenLoss) -> None:
+        self._inner = inner
+
+    @property
+    def couples_tokens(self) -> bool:
+        """As the real loss."""
+        return self._inner.couples_tokens
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """As the real loss."""
+        return self._inner.sums
+
+
 Context = Callable[[MicroBatch], AbstractContextManager[Any]]
 """Forward and backward of a micro-batch run inside it."""
 
