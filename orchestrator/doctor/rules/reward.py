@@ -182,9 +182,11 @@ def reward_off_evaluation(record: Record) -> Finding | None:
 
 
 def _above_reward(record: Record, line: Line) -> tuple[Values, Values]:
-    """By how much scores lie above the training reward of the steps about them, with standard errors."""
+    """By how much scores lie above the training reward of the steps about them, with standard errors. A score that does
+    not say its version has no such steps."""
     rewards, found = record.column("reward_mean"), list[tuple[float, float]]()
-    for point in line.points[:: 1 + len(line.points) // MOST_POINTS]:
+    points = [point for point in line.points if np.isfinite(point.number("version"))]
+    for point in points[:: 1 + len(points) // MOST_POINTS]:
         version = int(point.number("version"))
         first, last = np.searchsorted(record.steps, (version - NEAR_STEPS, version + NEAR_STEPS + 1)).tolist()
         near = rewards[first:last][np.isfinite(rewards[first:last])]
