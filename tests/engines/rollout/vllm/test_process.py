@@ -50,7 +50,8 @@ def test_processes_that_ignore_the_end_are_killed():
         assert process not in descendants({child.pid})
         await asyncio.to_thread(end, [process], 0.1)
         async with asyncio.timeout(DEADLINE_S):
-            assert await child.wait() == -signal.SIGKILL
+            await child.wait()  # its status says nothing: `end` may have been the one that collected it
+        assert not process.is_running()
 
     asyncio.run(leave())
 
